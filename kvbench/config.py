@@ -1,9 +1,13 @@
-"""The typed schema of a run."""
+"""The typed schema of a run, where its YAML files are, and the step from a composed config to a frozen RunConfig."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 
 @dataclass
@@ -57,3 +61,28 @@ class RunConfig:
     experiment: str = "default"
     fail_fast: bool = False
     dump_prompts: bool = False
+
+
+def conf_dir() -> str:
+    """The folder with config.yaml: beside the package (checkout, editable install) or inside it (wheel)."""
+    package = Path(__file__).resolve().parent
+    for folder in (package.parent / "conf", package / "conf"):
+        if (folder / "config.yaml").is_file():
+            return str(folder)
+    raise FileNotFoundError(f"no conf/config.yaml beside or inside {package}: kvbench is not completely installed")
+
+
+def register_schema() -> None:
+    """Let Hydra check every config against RunConfig (``config_schema``, the first of config.yaml's defaults)."""
+    ConfigStore.instance().store(name="config_schema", node=RunConfig, provider="kvbench")
+
+
+def freeze(config: DictConfig) -> RunConfig:
+    """The composed config as plain data: interpolations resolved, nothing left that a later edit of a file could change.
+
+    Raises OmegaConf's errors for missing values and for interpolations that lead nowhere.
+    """
+    return OmegaConf.to_object(config)  # type: ignore[return-value]  # the root is typed by config_schema
+
+
+register_schema()
