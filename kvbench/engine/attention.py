@@ -1,0 +1,166 @@
+"""The attention function that kvbench registers with transformers, and the one attention primitive behind it.
+
+transformers calls the registered function once per layer with the queries, keys and values of the *new* tokens, after
+RoPE and any query/key norm, with keys and values not repeated for grouped queries. Because no mask function is
+registered under the same name, ``attention_mask`` is always None: causality is applied here, per layer, aligned to the
+bottom right, so that layers may hold caches of unequal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+NAME = "kvbench"  # the value of attn_implementation
+QUERY_BLOCK = 1024  # queries attended at once where a mask is needed, so that masks stay O(block * keys)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks of its attention beyond queries, keys and values."""
+
+    scaling: float
+    sliding_window: int | None = None  # a query sees this many keys, itself included
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma 2)
+    sinks: torch.Tensor | None = None  # [query_heads] extra logit per head that takes mass and has no value (GPT-OSS)
+
+
+class ForwardPass(Protocol):
+    """What one forward pass of the model does with a layer's new queries, keys and values."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """query [rows, query_heads, q, dim]; key, value [rows, kv_heads, q, dim]; returns the shape of query."""
+        ...
+
+
+_current: ContextVar[ForwardPass | None] = ContextVar("kvbench_forward_pass", default=None)
+
+
+@contextmanager
+def forward_pass(current: ForwardPass) -> Iterator[None]:
+    """Every attention call of the model inside this block goes to ``current``."""
+    token = _current.set(current)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def kvbench_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls; returns [rows, q, query_heads, dim]."""
+    current = _current.get()
+    if current is None:
+        raise RuntimeError("a model with attn_implementation='kvbench' only runs inside kvbench's engine")
+    if attention_mask is not None:
+        raise RuntimeError("kvbench applies its own causality, but the model passed an attention mask")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    options = AttentionOptions(scale, sliding_window or None, softcap, s_aux)
+    out = current.attend(int(module.layer_idx), query, key, value, options)  # type: ignore[arg-type]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Makes ``attn_implementation='kvbench'`` known to transformers. Registering twice is harmless."""
+    AttentionInterface.register(NAME, kvbench_attention)
+
+
+def causal_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention of the last q positions over s keys, causal and aligned to the bottom right.
+
+    query [rows, query_heads, q, dim]; keys, values [rows, kv_heads, s, dim] with q <= s, where the last q keys belong to
+    the queries' own tokens. Returns [rows, query_heads, q, dim]. Keys and values are never repeated for grouped queries
+    where a mask is needed, and never in storage.
+    """
+    q, s = query.shape[2], keys.shape[2]
+    window = options.sliding_window
+    if q == 1:
+        if window is not None:
+            keys, values = keys[:, :, -window:], values[:, :, -window:]
+        return _attend(query, keys, values, None, options)
+    plain = options.softcap is None and options.sinks is None
+    if plain and q == s and (window is None or s <= window):
+        grouped = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=options.scaling, enable_gqa=grouped
+        )
+    blocks = []
+    for start in range(0, q, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q)
+        last = s - q + stop
+        first = 0 if window is None else max(0, s - q + start + 1 - window)
+        mask = visible(stop - start, last - first, window, query.device)
+        blocks.append(_attend(query[:, :, start:stop], keys[:, :, first:last], values[:, :, first:last], mask, options))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def visible(q: int, s: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Boolean [q, s]: may query i, which stands at key index s - q + i, see key j?"""
+    at = torch.arange(s - q, s, device=device)[:, None]
+    key = torch.arange(s, device=device)[None, :]
+    mask = key <= at
+    return mask if window is None else mask & (key > at - window)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention under a mask [q, s] (None: all visible), the query heads of one KV head folded into the query axis."""
+    rows, heads, q, dim = query.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    folded = query.reshape(rows, kv_heads, group * q, dim)
+    if mask is not None and group > 1:
+        mask = mask.repeat(group, 1)  # [group * q, s]
+    if options.softcap is None and options.sinks is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=options.scaling)
+    else:
+        out = _explicit(folded, keys, values, mask, options, group)
+    return out.reshape(rows, heads, q, values.shape[-1])
+
+
+def _explicit(
+    folded: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+    group: int,
+) -> torch.Tensor:
+    """Scores written out, for layers that cap them or add sinks; folded [rows, kv_heads, group * q, dim]."""
+    rows, kv_heads, length, _ = folded.shape
+    scores = folded @ keys.transpose(-1, -2) * options.scaling  # [rows, kv_heads, group * q, s]
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores.float()
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(1, kv_heads, group, 1, 1).expand(rows, -1, -1, length // group, -1)
+        scores = torch.cat([scores, sinks.reshape(rows, kv_heads, length, 1)], dim=-1)
+    weights = scores.softmax(-1)
+    if options.sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(values.dtype) @ values

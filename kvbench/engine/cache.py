@@ -1,0 +1,186 @@
+"""What decoding reads: per layer the stored entries, with ``append``, ``attend``, ``settle``, ``nbytes``.
+
+A layer's storage is per KV head and holds one sequence. ``PlainLayer`` stores keys and values as they are;
+``SlidingLayer`` is the untouched cache of a sliding-window layer. Other codecs are further classes with these methods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvbench.engine.attention import AttentionOptions, causal_attention
+
+ROOM = 64  # entries by which a full buffer grows
+
+
+class LayerCache(Protocol):
+    """The entries of one layer."""
+
+    compressed: bool  # False: passed through (sliding window); left out of budgets and of entry counts
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores the entries of new tokens, [kv_heads, q, dim] each."""
+        ...
+
+    def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """query [query_heads, q, dim] of the q tokens appended last; returns the same shape."""
+        ...
+
+    def settle(self) -> None:
+        """Called once after every pass over new tokens: where a layer evicts or re-quantises what it holds."""
+        ...
+
+    def copy(self) -> LayerCache: ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that hold the stored entries: the source of ``nbytes`` and of the fingerprint."""
+        ...
+
+    @property
+    def entries(self) -> float:
+        """Stored entries per KV head (the mean over heads)."""
+        ...
+
+
+class PlainLayer:
+    """Keys and values as they are, in a buffer with room for the tokens to come.
+
+    ``keys`` and ``values`` are [kv_heads, capacity, dim]; the first ``length`` entries are filled. Room that is not
+    filled yet is not an entry and is not counted in ``nbytes``, for any method.
+    """
+
+    compressed = True
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, room: int = ROOM) -> None:
+        self.length = keys.shape[1]
+        self._keys, self._values = with_room(keys, room), with_room(values, room)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._keys[:, : self.length]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values[:, : self.length]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        new = keys.shape[1]
+        if self.length + new > self._keys.shape[1]:
+            room = max(new, ROOM, self.length // 2)
+            self._keys, self._values = with_room(self.keys, room), with_room(self.values, room)
+        self._keys[:, self.length : self.length + new] = keys
+        self._values[:, self.length : self.length + new] = values
+        self.length += new
+
+    def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        return causal_attention(query[None], self.keys[None], self.values[None], options)[0]
+
+    def settle(self) -> None:
+        """A plain layer keeps everything that it is given."""
+
+    def copy(self) -> PlainLayer:
+        return PlainLayer(self.keys, self.values, room=self._keys.shape[1] - self.length)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"keys": self.keys, "values": self.values}
+
+    @property
+    def entries(self) -> float:
+        return float(self.length)
+
+
+class SlidingLayer:
+    """The last ``window - 1`` entries of a layer that never looks further back: what the next token can see."""
+
+    compressed = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> None:
+        self.window = window
+        self.keys, self.values = keys, values
+        self.settle()
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = torch.cat([self.keys, keys], dim=1)
+        self.values = torch.cat([self.values, values], dim=1)
+
+    def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        return causal_attention(query[None], self.keys[None], self.values[None], options)[0]
+
+    def settle(self) -> None:
+        drop = self.keys.shape[1] - (self.window - 1)
+        if drop > 0:  # clone: a view would keep the longer tensor alive
+            self.keys, self.values = self.keys[:, drop:].clone(), self.values[:, drop:].clone()
+
+    def copy(self) -> SlidingLayer:
+        return SlidingLayer(self.keys.clone(), self.values.clone(), self.window)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"keys": self.keys, "values": self.values}
+
+    @property
+    def entries(self) -> float:
+        return float(self.keys.shape[1])
+
+
+@dataclass
+class Cache:
+    """One row of decoding: a layer cache per attention layer, and the position that the next token will take."""
+
+    layers: list[LayerCache]
+    next_position: int
+
+    def copy(self) -> Cache:
+        """An independent cache with the same content (one compressed context serves several questions)."""
+        return Cache([layer.copy() for layer in self.layers], self.next_position)
+
+    def nbytes(self, where: str = "device") -> int:
+        """Bytes of the tensors held: ``device`` (the model's device, whatever it is) or ``host`` (offloaded)."""
+        total = 0
+        for layer in self.layers:
+            for name, tensor in layer.tensors().items():
+                if name.startswith("host_") == (where == "host"):
+                    total += tensor.element_size() * tensor.numel()
+        return total
+
+    def entries(self) -> float:
+        """Stored entries per KV head, averaged over the layers that are compressed (over all, if none is)."""
+        layers = [layer for layer in self.layers if layer.compressed] or self.layers
+        return sum(layer.entries for layer in layers) / len(layers)
+
+    def fingerprint(self) -> str:
+        """A hash of what is stored, bit for bit: shapes, dtypes and contents of every tensor, and the next position."""
+        digest = hashlib.sha256(str(self.next_position).encode())
+        parts: list[tuple[str, torch.Tensor]] = []
+        for layer in self.layers:
+            for name, tensor in sorted(layer.tensors().items()):
+                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                parts.append((name, content_hash(tensor)))
+        for value in [hashed.cpu() for _, hashed in parts]:
+            digest.update(value.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def with_room(entries: torch.Tensor, room: int) -> torch.Tensor:
+    """A new buffer [heads, n + room, dim] whose first n entries are those given; the rest is zero, not garbage."""
+    heads, length, dim = entries.shape
+    buffer = entries.new_zeros(heads, length + room, dim)
+    buffer[:, :length] = entries
+    return buffer
+
+
+def content_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 [2]: a position-dependent hash of a tensor's bits, computed where the tensor lies.
+
+    Hashing on the device keeps a cache of gigabytes from travelling to the host. Two sums modulo 2**64, with different
+    odd weights per position: a changed, moved or swapped entry changes them.
+    """
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.contiguous().view(words).reshape(-1).long()
+    at = torch.arange(bits.numel(), device=bits.device)
+    first = ((at * 2 + 1) * 0x9E3779B97F4A7C1) ^ (at >> 7)
+    second = (at * 0x2545F4914F6CDD1D + 0x1B873593) | 1
+    return torch.stack([(bits * first).sum(), ((bits ^ (bits << 13)) * second).sum()])

@@ -1,0 +1,157 @@
+"""Scorers: the capture of a layer -> importance per KV head and token, [kv_heads, n]; higher is kept.
+
+A scorer is a frozen dataclass with ``query_window`` (how many of the last tokens' queries it needs, 0 if none) and
+``__call__(layer)``. Scores are fp32. What must survive whatever the scores are (sinks, a recent window) is not a matter
+of scores: it is protected by index, see ``kvbench.methods.selection``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from kvbench.engine.attention import visible
+from kvbench.engine.capture import LayerCapture
+
+
+class Scorer(Protocol):
+    """What a method needs of its scorer."""
+
+    @property
+    def query_window(self) -> int: ...
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor: ...
+
+
+def window_attention(layer: LayerCapture, window: int) -> torch.Tensor:
+    """Attention weights of the last ``window`` queries over all keys: [kv_heads, group, w, n], fp32, w <= window.
+
+    The softmax runs over the whole visible row (prefix and the causal part of the window), as in the model itself,
+    softcap and sink logits included.
+    """
+    queries = layer.window_queries[:, max(0, layer.window_queries.shape[1] - window) :].float()
+    heads, w, dim = queries.shape
+    kv_heads, n, _ = layer.keys.shape
+    folded = queries.reshape(kv_heads, heads // kv_heads * w, dim)
+    scores = (folded @ layer.keys.float().transpose(1, 2) * layer.options.scaling).view(kv_heads, -1, w, n)
+    if layer.options.softcap is not None:
+        scores = torch.tanh(scores / layer.options.softcap) * layer.options.softcap
+    scores = scores.masked_fill(~visible(w, n, None, scores.device), float("-inf"))
+    if layer.options.sinks is None:
+        return scores.softmax(-1)
+    sinks = layer.options.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, w, 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :n]
+
+
+def reduce_group(scores: torch.Tensor, how: str) -> torch.Tensor:
+    """[kv_heads, group, n] -> [kv_heads, n]: mean, max or sum over the query heads that share a KV head."""
+    return {"mean": lambda: scores.mean(1), "max": lambda: scores.amax(1), "sum": lambda: scores.sum(1)}[how]()
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """Votes of the last ``window`` queries, pooled along the tokens (SnapKV, arXiv 2404.14469, section 4).
+
+    The weights of the window's queries over the prefix are summed over the window, reduced over the query heads of
+    each KV head, then pooled with stride 1. The window's own positions get score 0: the method protects them.
+
+    Deviations from the published code: votes are summed in fp32 (the code casts the weights to the model's dtype first,
+    which makes ties); selection is per KV head (the code repeats keys and selects per query head; equal without grouped
+    queries); even kernels are refused (there they misalign scores by one).
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pooling: str = "max"  # max | avg | none
+    group: str = "mean"  # mean | max | sum
+
+    @property
+    def query_window(self) -> int:
+        return self.window
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor:
+        weights = window_attention(layer, self.window)  # [kv_heads, group, w, n]
+        prefix = layer.tokens - weights.shape[2]
+        votes = reduce_group(weights[..., :prefix].sum(2), self.group)  # [kv_heads, prefix]
+        return F.pad(pool(votes, self.kernel, self.pooling), (0, layer.tokens - prefix))
+
+
+def pool(scores: torch.Tensor, kernel: int, pooling: str) -> torch.Tensor:
+    """Pooling [heads, n] -> [heads, n], odd kernel, stride 1; average pooling counts the zero padding at the edges."""
+    if pooling == "none" or kernel == 1 or scores.shape[1] == 0:
+        return scores
+    apply = F.max_pool1d if pooling == "max" else F.avg_pool1d
+    return apply(scores[None], kernel, stride=1, padding=kernel // 2)[0]
+
+
+@dataclass(frozen=True)
+class Tova:
+    """The last query's attention weights (TOVA, arXiv 2401.06104), here as a one-shot choice at prefill.
+
+    ``heads='all'`` averages over all query heads, so that every KV head keeps the same tokens (the paper's choice per
+    layer); ``heads='kv'`` averages within each KV head's group. The newest token is protected by the method.
+    """
+
+    heads: str = "all"  # all | kv
+
+    @property
+    def query_window(self) -> int:
+        return 1
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor:
+        weights = window_attention(layer, 1)[:, :, 0]  # [kv_heads, group, n]
+        if self.heads == "kv":
+            return weights.mean(1)
+        return weights.mean((0, 1)).expand(layer.keys.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class KeyNorm:
+    """Minus the L2 norm of the key: keys of small norm draw attention (Devoto et al., arXiv 2406.11430).
+
+    Deviation from the code that its authors published: no layer is left uncompressed.
+    """
+
+    @property
+    def query_window(self) -> int:
+        return 0
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor:
+        return -layer.keys.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Recency:
+    """The later, the higher: with protected sinks this is StreamingLLM's selection (arXiv 2309.17453)."""
+
+    @property
+    def query_window(self) -> int:
+        return 0
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor:
+        at = torch.arange(layer.tokens, device=layer.keys.device, dtype=torch.float32)
+        return at.expand(layer.keys.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class Random:
+    """Uniform scores, drawn on the CPU from (seed, layer, context token ids): the floor that any method must beat.
+
+    Every KV head draws its own. The draw for a context token depends on nothing that follows the context, so that
+    blind, aware and swapped keep the same context entries.
+    """
+
+    seed: int = 0
+
+    @property
+    def query_window(self) -> int:
+        return 0
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor:
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + layer.index * 7919 + layer.seed) % 2**63)
+        heads = layer.keys.shape[0]
+        # drawn token by token, so that the first n rows do not depend on how many follow
+        return torch.rand(layer.tokens, heads, generator=generator).T.contiguous().to(layer.keys.device)

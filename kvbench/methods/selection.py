@@ -1,0 +1,40 @@
+"""Which entries are kept: protected ones by index, the others by score, ties by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Entries kept whatever their score: the first ``sinks`` and the last ``recent`` of the evictable region."""
+
+    sinks: int = 0
+    recent: int = 0
+
+    def within(self, count: int) -> Protect:
+        """What can be protected when only ``count`` entries are kept: recency wins over sinks beyond the first few.
+
+        A fraction of a short text can be smaller than the protected entries. Then the sinks are kept as far as at
+        least one recent entry fits beside them, and the recent window shrinks to the rest.
+        """
+        if self.sinks + self.recent <= count:
+            return self
+        recent = min(self.recent, max(1, count - self.sinks))
+        return Protect(min(self.sinks, count - recent), recent)
+
+
+def select(scores: torch.Tensor, count: int, protect: Protect) -> torch.Tensor:
+    """Kept positions [heads, count], ascending, for scores [heads, n] with 1 <= count <= n.
+
+    Of equal scores the earlier position is kept, on every device (a stable sort; ``topk`` breaks ties as it likes).
+    """
+    heads, n = scores.shape
+    protect = protect.within(count)
+    first, last = protect.sinks, n - protect.recent
+    chosen = count - protect.sinks - protect.recent
+    order = scores[:, first:last].sort(dim=-1, descending=True, stable=True).indices[:, :chosen] + first
+    at = torch.arange(n, device=scores.device).expand(heads, -1)
+    return torch.cat([at[:, :first], order.sort(dim=-1).values, at[:, last:]], dim=1)

@@ -1,0 +1,190 @@
+"""The experiment: what is captured, what may be evicted and what is fed, for every protocol and switch.
+
+- ``blind``: prefill the context; compress; feed the question through the compressed cache; decode.
+- ``aware``: prefill context and question; compress; decode. The scores have seen the question.
+- ``swapped``: prefill the context and another question; compress; drop that question; feed the real one; decode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvbench.budget import Budget
+from kvbench.engine import Cache, Capture, Engine
+from kvbench.engine.rotation import Rotation
+from kvbench.errors import SampleError
+from kvbench.methods import Compressed, Method, Region
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The switches of a cell, as in the configuration."""
+
+    protocol: str  # blind | aware | swapped
+    budget_scope: str = "context"  # context | prompt
+    question_evictable: bool = False
+    first_token: str = "compressed"  # compressed | full
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the switches mean for one prompt."""
+
+    captured: tuple[int, ...]  # tokens captured after the context: the question, another question, or none
+    region: Region
+    budget: int  # entries per KV head of the evictable region
+    fed: tuple[int, ...]  # prompt tokens that go through the compressed cache
+    first_from_full: bool  # the first answer token comes from the uncompressed prompt
+
+
+def plan(
+    switches: Switches, context: int, question: Sequence[int], other: Sequence[int] | None, budget: Budget
+) -> Plan:
+    """The plan for a context of ``context`` tokens, a question and (swapped) another question about that context.
+
+    Budget scope ``prompt`` counts every prompt token. Where the question is not evictable, its entries are taken off
+    the context's share, so that all protocols start decoding at the same size; SampleError if nothing is left.
+    """
+    asked, full = tuple(question), switches.first_token == "full"
+    evictable = context
+    if switches.protocol == "aware" and switches.question_evictable:
+        evictable = context + len(asked)
+    in_scope = context + len(asked) if switches.budget_scope == "prompt" else context
+    entries = budget.entries(in_scope) if in_scope else 0
+    if switches.budget_scope == "prompt" and evictable == context:
+        entries -= len(asked)
+        if entries < 1 and context:
+            raise SampleError(
+                f"budget={budget} leaves nothing for the context: the question alone takes {len(asked)} entries "
+                "(budget_scope=prompt, question_evictable=false)"
+            )
+    if switches.protocol == "aware":
+        fed = () if full else asked[-1:]
+        return Plan(asked, Region(evictable, context + len(asked) - len(fed)), entries, fed, full)
+    captured = tuple(other or ()) if switches.protocol == "swapped" else ()
+    return Plan(captured, Region(context, context), entries, asked, full)
+
+
+@dataclass
+class ContextRun:
+    """One context's capture and its blind compression, shared by all questions about it."""
+
+    engine: Engine
+    ids: tuple[int, ...]
+    query_window: int
+    prefill_s: float = 0.0
+    _capture: Capture | None = None
+    _blind: dict[tuple[int, int], Compressed] = field(default_factory=dict)
+
+    def capture(self) -> Capture:
+        if self._capture is None:
+            started = self.now()
+            self._capture = self.engine.prefill(self.ids, self.query_window)
+            self.prefill_s = self.now() - started
+        return self._capture
+
+    def now(self) -> float:
+        """Seconds, once the device has done what it was asked to do."""
+        synchronise(self.engine.device)
+        return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Start:
+    """A sample ready to decode in one cell, with what has been measured so far."""
+
+    cache: Cache
+    logits: torch.Tensor  # [vocabulary]: the first answer token is their argmax
+    compressed: Compressed
+    fingerprint: str  # of the compressed cache, before anything was fed to it
+    prefill_s: float
+    compress_s: float
+    feed_s: float
+    bytes_full: int
+
+
+def start(
+    run: ContextRun,
+    method: Method,
+    plan: Plan,
+    question: Sequence[int],
+    room: int,
+    rotation: Rotation | None = None,
+    shared: bool = False,
+) -> Start:
+    """Captures, compresses and feeds, up to the logits of the first answer token.
+
+    ``room`` is the number of answer tokens to set space aside for. ``shared`` keeps a blind context's compressed cache
+    for the next question about it, and works on a copy.
+    """
+    engine, context = run.engine, run.capture()
+    started = run.now()
+    capture = engine.extend(context, plan.captured, run.query_window) if plan.captured else context
+    first = None
+    if plan.first_from_full:
+        same = plan.captured == tuple(question)
+        first = (capture if same else engine.extend(context, question)).logits
+    extended = run.now()
+    compressed = _compress(run, method, plan, capture, room + len(plan.fed), rotation, shared)
+    compressed_at = run.now()
+    cache = compressed.cache
+    check_entries(compressed, plan.region)
+    fingerprint = cache.fingerprint()
+    fed_from = run.now()
+    logits = engine.feed(cache, plan.fed) if plan.fed else None
+    fed_at = run.now()
+    logits = logits if first is None else first
+    if logits is None:
+        raise SampleError("nothing to feed: the prompt is empty")
+    return Start(
+        cache=cache,
+        logits=logits,
+        compressed=compressed,
+        fingerprint=fingerprint,
+        prefill_s=run.prefill_s + (extended - started),
+        compress_s=compressed_at - extended,
+        feed_s=fed_at - fed_from,
+        bytes_full=capture.nbytes(context.tokens + len(question)),
+    )
+
+
+def _compress(
+    run: ContextRun, method: Method, plan: Plan, capture: Capture, room: int, rotation: Rotation | None, shared: bool
+) -> Compressed:
+    if plan.captured or not shared:
+        return method.compress(capture, plan.region, plan.budget, room, rotation)
+    key = (id(method), plan.budget)
+    if key not in run._blind:
+        run._blind[key] = method.compress(capture, plan.region, plan.budget, room, rotation)
+    kept = run._blind[key]
+    return Compressed(kept.cache.copy(), kept.kept, kept.positions, kept.note)
+
+
+def check_entries(compressed: Compressed, region: Region) -> None:
+    """Every compressed layer holds exactly the promised entries; a cache that was left uncompressed is an error."""
+    layers = [layer for layer in compressed.cache.layers if layer.compressed]
+    for layer, kept in zip(layers, compressed.kept, strict=True):
+        promised = kept + region.stored - region.evictable
+        if layer.entries != promised:
+            raise SampleError(f"a layer holds {layer.entries} entries per KV head where {promised} were promised")
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def window_question_tokens(switches: Switches, window: int, question: int, tail: int) -> int | None:
+    """How many of the scoring window's tokens belong to the question itself, not to the template's tail or the context.
+
+    None where a method has no window or its scores do not see the question.
+    """
+    if not window or switches.protocol != "aware":
+        return None
+    return max(0, min(window, question) - tail)
