@@ -38,7 +38,7 @@ def strict_json(value: Any, indent: int | None = None) -> bytes:
 
 
 def parse_strict(line: bytes) -> Any:
-    """The value of one JSON text; NaN and Infinity, which Python accepts by default, raise ValueError like any fault."""
+    """The value of one JSON text; NaN and Infinity, which Python accepts by default, raise ValueError."""
     return json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
 
 
@@ -106,3 +106,12 @@ def read_lines(
         else:
             faults.append(f"{path.name} line {number}: {fault}")
     return values, faults, bool(tail)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, or None if the file is missing or unreadable as strict JSON."""
+    try:
+        value = parse_strict(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
