@@ -93,6 +93,8 @@ class Method:
     def _counts(self, evictable: int, budget: int, layers: int) -> tuple[list[int], str]:
         if not self.evicts or self.allocator is None:
             return [evictable] * layers, "the method evicts nothing"
+        if layers == 0:
+            return [], "every layer is a sliding-window layer: there is nothing to compress"
         if budget >= evictable:
             return [evictable] * layers, f"the budget ({budget}) covers all {evictable} entries in scope"
         if self.protect.sinks + self.protect.recent >= evictable:
@@ -112,8 +114,10 @@ class Method:
         dropped = max(0, region.evictable - region.stored)
         protect = Protect(self.protect.sinks, max(self.protect.recent, dropped))
         kept = select(self.scorer(layer)[:, : region.evictable], count, protect)
+        if dropped:
+            return kept[:, : count - dropped]
         on_top = torch.arange(region.evictable, region.stored, device=device).expand(heads, -1)
-        return torch.cat([kept[:, : count - dropped], on_top], dim=1)
+        return torch.cat([kept, on_top], dim=1)
 
 
 def gather(entries: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

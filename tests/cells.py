@@ -1,0 +1,67 @@
+"""Running one cell of the experiment on token ids, straight through the product's own modules."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from kvbench.budget import Budget
+from kvbench.config import conf_dir
+from kvbench.engine import Engine, StopRule
+from kvbench.engine.rotation import discover
+from kvbench.methods import Method, build
+from kvbench.protocols import ContextRun, Start, Switches, plan, start
+
+METHODS = sorted(path.stem for path in Path(conf_dir(), "method").glob("*.yaml"))
+EVICTING = [name for name in METHODS if name != "full"]
+PROTOCOLS = ["blind", "aware", "swapped"]
+
+
+@cache
+def method(name: str, *overrides: str) -> Method:
+    """A method as ``conf/method`` composes it, its window cut to 8 for tiny contexts unless told otherwise."""
+    return build(method_config(name, *overrides), instantiate)
+
+
+@cache
+def method_config(name: str, *overrides: str) -> dict:
+    """The resolved configuration of a method."""
+    small = ["method.window=8"] if name == "snapkv" and not any("window" in o for o in overrides) else []
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        config = compose("config", [f"method={name}", *small, *overrides])
+    return OmegaConf.to_container(config.method, resolve=True)
+
+
+def begin(
+    engine: Engine,
+    method: Method,
+    context: list[int],
+    question: list[int],
+    switches: Switches,
+    budget: object,
+    other: list[int] | None = None,
+    compact: bool = False,
+    run: ContextRun | None = None,
+    room: int = 16,
+) -> Start:
+    """Everything up to the logits of the first answer token."""
+    run = run or ContextRun(engine, tuple(context), method.query_window)
+    planned = plan(switches, len(context), question, other, Budget.parse(budget))
+    rotation = discover(engine) if compact else None
+    return start(run, method, planned, question, room, rotation, shared=True)
+
+
+def answer(engine: Engine, started: Start, new: int = 12) -> list[int]:
+    """Greedy tokens that follow."""
+    (generated,) = engine.decode([started.cache], started.logits[None], StopRule(frozenset(), new))
+    assert generated.finite
+    return list(generated.ids)
+
+
+def text(length: int, seed: int, vocabulary: int = 128) -> list[int]:
+    """Token ids that look random and are not."""
+    return [(seed * 31 + i * i * 7 + i * 13 + (i >> 2)) % vocabulary for i in range(length)]
