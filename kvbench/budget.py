@@ -10,6 +10,7 @@ from typing import Any
 from kvbench.errors import InputError
 
 ALLOWED = 'a whole number of entries (128), a share between 0 and 1 (0.25), or "full"'
+LARGEST = 2**63 - 1  # what a signed 64-bit integer, and so torch, can hold
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Budget:
         if isinstance(value, int):
             if value < 1:
                 raise InputError("budget", value, "would store nothing.", f"Allowed: {ALLOWED}.")
+            if value > LARGEST:
+                raise InputError("budget", value, "is larger than any cache.", f"Allowed: {ALLOWED}.")
             return cls("entries", Fraction(value))
         if not math.isfinite(value):
             raise InputError("budget", value, "is not a finite number.", f"Allowed: {ALLOWED}.")

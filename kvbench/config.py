@@ -23,7 +23,9 @@ class ModelConfig:
     official_max_length: int | None = None  # truncation=official cuts the bare prompt to this many tokens
     trust_remote_code: bool = False
     allow_pickle: bool = False  # .bin weights can run code; refused unless allowed
-    random: dict[str, Any] = field(default_factory=dict)  # source=random: {architecture, seed, init_range, config sizes}
+    random: dict[str, Any] = field(
+        default_factory=dict
+    )  # source=random: {architecture, seed, init_range, config sizes}
 
 
 @dataclass
@@ -78,7 +80,7 @@ def register_schema() -> None:
 
 
 def freeze(config: DictConfig) -> RunConfig:
-    """The composed config as plain data: interpolations resolved, nothing left that a later edit of a file could change.
+    """The composed config as plain data: references resolved, nothing left that editing a file could change.
 
     Raises OmegaConf's errors for missing values and for interpolations that lead nowhere.
     """
