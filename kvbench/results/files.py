@@ -12,7 +12,9 @@ from typing import Any
 
 def plain(value: Any) -> Any:
     """Dataclasses, mappings (OmegaConf's too), tuples and paths as the types that JSON and YAML have."""
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, type):
+        raise TypeError(f"the class {value.__name__} cannot be written down in a result file")
+    if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

@@ -43,8 +43,7 @@ def cell_folder(root: str | os.PathLike[str], run: Any, identity: Mapping[str, A
     experiment = str(config["experiment"])
     if experiment in ("", ".", "..") or any(mark in experiment for mark in "/\\\0"):
         raise InputError("experiment", experiment, "is no name of a folder.", "Write a name without slashes.")
-    parts = [file_name(part) for part in task_name(config).split("/") if part]
-    return Path(root, experiment, *parts, f"{cell_label(config)}-{cell_hash(identity)}")
+    return Path(root, experiment, *task_parts(config), f"{cell_label(config)}-{cell_hash(identity)}")
 
 
 def unopened_folder(root: str | os.PathLike[str], run: Any) -> Path:
@@ -57,6 +56,11 @@ def unopened_folder(root: str | os.PathLike[str], run: Any) -> Path:
 def task_name(config: Mapping[str, Any]) -> str:
     """The task's name as the config gives it."""
     return str((config["task"] or {}).get("name") or "task")
+
+
+def task_parts(config: Mapping[str, Any]) -> list[str]:
+    """The task's name as folder names: ``["longbench", "qasper"]``."""
+    return [file_name(part) for part in task_name(config).split("/") if part] or ["task"]
 
 
 def make_folder(folder: Path, root: str | os.PathLike[str]) -> None:

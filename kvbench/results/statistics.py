@@ -20,9 +20,9 @@ def mean(values: Iterable[float | None]) -> float | None:
 def bootstrap_ci95(scores: Sequence[float], groups: Sequence[str] | None = None) -> list[float] | None:
     """Percentile bootstrap interval [low, high] of the mean, 10,000 resamples, rounded to two digits.
 
-    Records of one group (questions about the same context) are not independent: whole groups are drawn, and a resample's
-    mean is over the records in it. An empty group name is a group of its own. None for fewer than two groups, which
-    say nothing about how groups differ.
+    Records of one group (questions about the same context) are not independent: whole groups are drawn, and the mean of
+    a resample is over the records in it. An empty group name is a group of its own. None for fewer than two groups,
+    which say nothing about how groups differ.
     """
     names = [group or f"\0{index}" for index, group in enumerate(groups if groups is not None else [""] * len(scores))]
     _, member = np.unique(np.array(names, dtype=object), return_inverse=True)

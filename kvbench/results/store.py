@@ -85,14 +85,13 @@ class CellStore:
         Raises ValueError or TypeError for what is not a strict-JSON record (NaN included), CellBusy if another process
         took the cell over, and OSError (disk full) after removing the part of the line that was written.
         """
-        record = plain(record)
-        if fault := record_fault(record):
+        kept: dict[str, Any] = plain(record)
+        if fault := record_fault(kept):
             raise ValueError(f"not a record: {fault}")
-        line = strict_json(record) + b"\n"
-        self._write_line(line)
-        kept, other = (self._failed, self.done) if record["status"] == "failed" else (self.done, self._failed)
-        kept[record["sample_id"]] = record
-        other.pop(record["sample_id"], None)
+        self._write_line(strict_json(kept) + b"\n")
+        here, there = (self._failed, self.done) if kept["status"] == "failed" else (self.done, self._failed)
+        here[kept["sample_id"]] = kept
+        there.pop(kept["sample_id"], None)
 
     def _write_line(self, line: bytes) -> None:
         if self._records is None:
