@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
+
+from kvbench.suggest import nearest
 
 HELP_WORDS = ("--help", "-h", "help")
 
@@ -23,9 +24,9 @@ def parse(argv: Sequence[str], allowed: Mapping[str, str], usage: str) -> dict[s
     for word in argv:
         key, equals, value = word.partition("=")
         if not equals:
-            stop(f"{word!r} is not of the form key=value.{nearest(word, allowed)}", allowed, usage)
+            stop(f"{word!r} is not of the form key=value.{suggestion(word, allowed)}", allowed, usage)
         if key not in allowed:
-            stop(f"unknown key {key!r} in {word!r}.{nearest(key, allowed)}", allowed, usage)
+            stop(f"unknown key {key!r} in {word!r}.{suggestion(key, allowed)}", allowed, usage)
         if key in values:
             stop(f"{key} is given twice ({values[key]!r} and {value!r}).", allowed, usage)
         if not value:
@@ -40,9 +41,9 @@ def help_text(allowed: Mapping[str, str], usage: str) -> str:
     return "\n".join([f"usage: {usage}", *(f"  {key:<{width}}  {text}" for key, text in allowed.items())])
 
 
-def nearest(key: str, allowed: Mapping[str, str]) -> str:
-    """A suggestion for a mistyped key, or nothing."""
-    close = difflib.get_close_matches(key.lstrip("-"), list(allowed), n=1, cutoff=0.5)
+def suggestion(key: str, allowed: Mapping[str, str]) -> str:
+    """What a mistyped key was probably meant to be, or nothing."""
+    close = nearest(key.lstrip("-"), allowed)
     return f" Did you mean {close[0]}=...?" if close else ""
 
 
