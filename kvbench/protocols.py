@@ -87,6 +87,10 @@ class ContextRun:
             self.prefill_s = self.now() - started
         return self._capture
 
+    def release(self) -> None:
+        """Lets go of the capture; a later question would compute it again."""
+        self._capture = None
+
     def now(self) -> float:
         """Seconds, once the device has done what it was asked to do."""
         synchronise(self.engine.device)

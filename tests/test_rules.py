@@ -26,7 +26,9 @@ SWITCHES = [
     )
     if not (evictable and scope == "context")
 ]
-NAMES = [f"{s.protocol}-{s.budget_scope}-{'evictable-' if s.question_evictable else ''}{s.first_token}" for s in SWITCHES]
+NAMES = [
+    f"{s.protocol}-{s.budget_scope}-{'evictable-' if s.question_evictable else ''}{s.first_token}" for s in SWITCHES
+]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -52,7 +54,9 @@ def test_a_budget_of_at_least_the_prompt_gives_the_tokens_of_generate(
     for budget in ("full", len(CONTEXT) + len(QUESTION), 10_000):
         if name == "full" and budget != "full":
             continue
-        started = begin(engine, method(name), CONTEXT, QUESTION, switches, budget, OTHER, compact=name == "streamingllm")
+        started = begin(
+            engine, method(name), CONTEXT, QUESTION, switches, budget, OTHER, compact=name == "streamingllm"
+        )
         assert answer(engine, started, 10) == reference
         assert started.compressed.note  # the record says why nothing was evicted
 

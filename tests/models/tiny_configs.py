@@ -72,14 +72,10 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(_HEAD, **_MIXED, query_pre_attn_scalar=16),
     "phi": dict(_BASE, **_PARTIAL_ROPE),
     "phi3": dict(_BASE, sliding_window=None, original_max_position_embeddings=512),
-    "phi3-sliding": dict(
-        _BASE, sliding_window=WINDOW, original_max_position_embeddings=512
-    ),
+    "phi3-sliding": dict(_BASE, sliding_window=WINDOW, original_max_position_embeddings=512),
     "olmo2": _BASE,
     "olmo3": dict(_BASE, **_MIXED),
-    "granite": dict(
-        _BASE, attention_multiplier=0.25, embedding_multiplier=2.0, logits_scaling=2.0
-    ),
+    "granite": dict(_BASE, attention_multiplier=0.25, embedding_multiplier=2.0, logits_scaling=2.0),
     "cohere": dict(_BASE, logit_scale=1.0),
     "cohere2": dict(_BASE, **_MIXED, logit_scale=1.0),
     "starcoder2": dict(_BASE, sliding_window=None),
@@ -165,9 +161,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bart": _ENCODER_DECODER,
     "t5": dict(_COMMON, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
     "bloom": dict(_COMMON, hidden_size=64, n_layer=2, n_head=4),
-    "mpt": dict(
-        _COMMON, d_model=64, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=512
-    ),
+    "mpt": dict(_COMMON, d_model=64, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=512),
     "falcon-alibi": dict(_MHA, alibi=True),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
@@ -190,12 +184,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         linear_num_key_heads=2,
     ),
     "jamba": dict(_BASE, num_experts=4, num_experts_per_tok=2, use_mamba_kernels=False),
-    "bamba": dict(
-        _BASE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8
-    ),
-    "falcon_h1": dict(
-        _HEAD, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8
-    ),
+    "bamba": dict(_BASE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8),
+    "falcon_h1": dict(_HEAD, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8),
     "zamba2": dict(
         _MHA,
         layer_types=["mamba", "hybrid"],
@@ -248,9 +238,7 @@ def build(name: str, seed: int = 0, attn_implementation: str = "eager") -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)  # for what _randomise leaves alone
-    model = AutoModelForCausalLM.from_config(
-        config(name), dtype=torch.float32, attn_implementation=attn_implementation
-    )
+    model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32, attn_implementation=attn_implementation)
     _randomise(model, seed)
     return model.eval()
 
@@ -263,12 +251,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     drawn: set[int] = set()
     for module in model.modules():
         if "norm" in type(module).__name__.lower():
-            drawn.update(
-                id(parameter) for parameter in module.parameters(recurse=False)
-            )
+            drawn.update(id(parameter) for parameter in module.parameters(recurse=False))
     for _, parameter in sorted(model.named_parameters()):
         if id(parameter) not in drawn:
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator) * INIT_RANGE
-            )
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * INIT_RANGE)
             drawn.add(id(parameter))

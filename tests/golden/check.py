@@ -1,0 +1,196 @@
+"""Checks kvbench's methods against reference vectors of the methods' original code.
+
+    python tests/golden/check.py FOLDER
+
+FOLDER holds ``manifest.json`` and the ``.safetensors`` files that it names. Every case whose method and variant kvbench
+has runs through the product's own scorers, allocators, selection and codecs. Prints a line for each failure and a last
+line ``N passed, M failed, K not covered``; exit code 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from kvbench.engine import Capture, LayerCapture
+from kvbench.engine.attention import AttentionOptions
+from kvbench.engine.rotation import LayerRotation
+from kvbench.methods import Compressed, Method, Protect, Region
+from kvbench.methods.allocators import Uniform
+from kvbench.methods.codecs import Plain
+from kvbench.methods.scorers import KeyNorm, Random, Recency, Scorer, SnapKV, Tova
+
+Tensors = dict[str, torch.Tensor]
+Case = dict[str, Any]
+
+
+def capture_of(tensors: Tensors, batch: int, window: int) -> Capture:
+    """A one-layer capture of a case's q [B, Hq, T, d], k and v [B, Hkv, T, d] (queries or values may be missing)."""
+    keys = tensors["k"][batch]
+    queries = tensors.get("q", tensors["k"])[batch]
+    layer = LayerCapture(
+        keys=keys,
+        values=tensors.get("v", tensors["k"])[batch],
+        window_queries=queries[:, max(0, queries.shape[1] - window) :],
+        options=AttentionOptions(scaling=keys.shape[-1] ** -0.5),
+        index=0,
+        seed=0,
+    )
+    return Capture((layer,), keys.shape[1], None)
+
+
+def compress(scorer: Scorer, protect: Protect, capture: Capture, budget: int) -> Compressed:
+    """The method made of ``scorer`` and ``protect``, plainly stored."""
+    method = Method("golden", scorer, Uniform(), protect, Plain())
+    return method.compress(capture, Region(capture.tokens, capture.tokens), min(budget, capture.tokens), room=0)
+
+
+def check(scorer: Scorer, protect: Protect, case: Case, tensors: Tensors, budget: int) -> str | None:
+    """The first thing that is wrong with a selection case, or None."""
+    exact = case["params"].get("dtype", "float32") == "float32"
+    for batch in range(tensors["k"].shape[0]):
+        capture = capture_of(tensors, batch, scorer.query_window)
+        compressed = compress(scorer, protect, capture, budget)
+        kept, expected = compressed.positions[0], tensors["kept"][batch]
+        if kept.shape != expected.shape:
+            return f"keeps {tuple(kept.shape)} entries instead of {tuple(expected.shape)}"
+        fault = wrong_scores(scorer(capture.layers[0]), tensors, batch) if exact else None
+        fault = fault or wrong_choice(kept, tensors, batch, exact)
+        if fault:
+            return fault
+        held = compressed.cache.layers[0].tensors()
+        for name, source in (("keys", capture.layers[0].keys), ("values", capture.layers[0].values)):
+            if not torch.equal(held[name], source.gather(1, kept[:, :, None].expand(-1, -1, source.shape[2]))):
+                return f"the stored {name} are not those of the kept positions"
+    return None
+
+
+def wrong_scores(scores: torch.Tensor, tensors: Tensors, batch: int) -> str | None:
+    """Scores are compared where the reference ranked them: on the prefix, up to one factor (a sum against a mean)."""
+    if "scores" not in tensors:
+        return None
+    expected = tensors["scores"][batch].float()
+    ranked = min(expected.shape[1], int((scores != 0).any(0).nonzero().max()) + 1) if scores.any() else 0
+    scores, expected = scores[:, :ranked].float(), expected[:, :ranked]
+    if ranked == 0:
+        return None
+    factor = float((scores * expected).sum() / (scores * scores).sum())
+    if not torch.allclose(scores * factor, expected, rtol=1e-4, atol=1e-7):
+        return f"scores differ by up to {(scores * factor - expected).abs().max():.2e}"
+    return None
+
+
+def wrong_choice(kept: torch.Tensor, tensors: Tensors, batch: int, exact: bool) -> str | None:
+    """must_keep <= kept <= may_keep where the case has them, else equality with the reference's set."""
+    if "must_keep" not in tensors:
+        same = torch.equal(kept.sort(-1).values, tensors["kept"][batch].sort(-1).values)
+        return None if same else "keeps other positions than the reference"
+    must, may = tensors["must_keep"][batch], tensors["may_keep"][batch]
+    mask = torch.zeros(kept.shape[0], int(kept.max()) + 1, dtype=torch.bool).scatter(1, kept, True)
+    width = must.shape[1]
+    mask = torch.nn.functional.pad(mask, (0, max(0, width - mask.shape[1])))[:, :width]
+    if exact and (must & ~mask).any():
+        return f"drops {int((must & ~mask).sum())} positions that every correct implementation keeps"
+    if exact and (mask & ~may).any():
+        return f"keeps {int((mask & ~may).sum())} positions that no correct implementation keeps"
+    overlap = (mask & may).sum() / mask.sum()
+    return None if overlap > 0.98 else f"only {overlap:.1%} of the kept positions may be kept"
+
+
+def snapkv(case: Case, tensors: Tensors) -> str | None:
+    params = case["params"]
+    if params.get("gqa_mode") == "query_head":
+        return NOT_COVERED  # stores one cache per query head; kvbench stores per KV head
+    window = params["window_size"]
+    pooling = {"avgpool": "avg", "maxpool": "max"}[params.get("pooling", "avgpool")]
+    scorer = SnapKV(window, params["kernel_size"], pooling, params.get("gqa_score_agg") or "mean")
+    budget = params.get("max_capacity_prompt", params["n_kept"])
+    if budget < window:
+        return NOT_COVERED  # the reference keeps an arbitrary part of its window there
+    return check(scorer, Protect(0, window), case, tensors, budget)
+
+
+def knorm(case: Case, tensors: Tensors) -> str | None:
+    return check(KeyNorm(), Protect(), case, tensors, case["params"]["n_kept"])
+
+
+def l2norm(case: Case, tensors: Tensors) -> str | None:
+    if case["params"]["layer_idx"] in case["params"]["skip_layers"]:
+        return NOT_COVERED  # kvbench leaves no layer uncompressed
+    return check(KeyNorm(), Protect(), case, tensors, case["params"]["max_capacity_prompt"])
+
+
+def tova(case: Case, tensors: Tensors) -> str | None:
+    return check(Tova(), Protect(0, 1), case, without_last_score(tensors), case["params"]["n_kept"])
+
+
+def without_last_score(tensors: Tensors) -> Tensors:
+    """The reference gives the newest token a score of its own making; kvbench protects it by index."""
+    return {**tensors, "scores": tensors["scores"][..., :-1]}
+
+
+def streamingllm(case: Case, tensors: Tensors) -> str | None:
+    params = case["params"]
+    budget = params.get("max_capacity_prompt", params.get("n_kept"))
+    flat = {name: tensor for name, tensor in tensors.items() if name != "scores"}  # there 0 and 1, not an order
+    return check(Recency(), Protect(params["n_sink"], 0), case, flat, budget)
+
+
+def random(case: Case, tensors: Tensors) -> str | None:
+    """Another generator: only the count and the independence of heads can be compared."""
+    compressed = compress(Random(seed=0), Protect(), capture_of(tensors, 0, 0), case["params"]["n_kept"])
+    kept = compressed.positions[0]
+    if kept.shape != tensors["kept"][0].shape:
+        return f"keeps {tuple(kept.shape)} entries instead of {tuple(tensors['kept'][0].shape)}"
+    return None if not torch.equal(kept[0], kept[1]) else "two heads keep the same entries"
+
+
+def key_rotation(case: Case, tensors: Tensors) -> str | None:
+    params = case["params"]
+    pairs = params["head_dim"] // 2
+    frequencies = params["rope_theta"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    kept = tensors["kept"][0]
+    keys = tensors["k"][0].gather(1, kept[:, :, None].expand(-1, -1, params["head_dim"]))
+    moved = LayerRotation(frequencies.float(), interleaved=False).turn(keys, torch.arange(kept.shape[1]) - kept)
+    difference = (moved - tensors["k_out"][0]).abs().max()
+    return None if difference < 1e-5 else f"re-rotated keys differ by up to {difference:.2e}"
+
+
+NOT_COVERED = "not covered"
+CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
+    "snapkv": snapkv,
+    "knorm": knorm,
+    "l2norm": l2norm,
+    "tova": tova,
+    "streamingllm_prefill": streamingllm,
+    "random": random,
+    "key_rerotation": key_rotation,
+}
+
+
+def run_case(folder: Path, case: Case) -> str | None:
+    """None if the case passes, ``NOT_COVERED``, or what is wrong."""
+    if case["method"] not in CHECKS:
+        return NOT_COVERED
+    return CHECKS[case["method"]](case, load_file(folder / case["file"]))
+
+
+def main(folder: Path) -> int:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    results = {case["file"]: run_case(folder, case) for case in manifest["cases"]}
+    failed = {name: fault for name, fault in results.items() if fault not in (None, NOT_COVERED)}
+    for name, fault in failed.items():
+        print(f"FAILED {name}: {fault}")
+    passed, uncovered = list(results.values()).count(None), list(results.values()).count(NOT_COVERED)
+    print(f"{passed} passed, {len(failed)} failed, {uncovered} not covered")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
