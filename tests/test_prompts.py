@@ -142,7 +142,7 @@ def test_template_kwargs_reach_the_template():
 
 @pytest.mark.parametrize("template", ["no message", "{{ messages[0].content }}" * 2, "{{ raise_exception('no') }}"])
 def test_a_template_that_cannot_be_split_is_an_input_error(template):
-    with pytest.raises(InputError, match="model.chat_template"):
+    with pytest.raises(InputError, match=r"model\.chat_template"):
         PromptEncoder(make(template=template)).encode(sample(), True, 1000)
 
 
@@ -167,7 +167,7 @@ def test_no_blank_at_the_start_of_later_segments(kind, chat):
         sample(context="closed:", question="harbor", instruction="The", answer_prefix="March"), chat, 1000
     )
     shown = tokenizer.decode(ids_of(prompt), skip_special_tokens=True)
-    assert shown.replace("user\n", "").replace("\nassistant\n", "").strip() == "Theclosed:harborMarch"
+    assert "Theclosed:harbor" in shown and shown.endswith("\nMarch" if chat else "harborMarch")
 
 
 def test_a_prompt_in_one_piece_begins_as_the_tokenizer_begins_it():
@@ -235,9 +235,10 @@ def test_text_never_becomes_control_ids(kind, obeys, monkeypatch):
     tokenizer = make(kind)
     if not obeys:  # a tokenizer that parses special tokens whatever it is told
         call = PreTrainedTokenizerFast.__call__
+        parse = {"split_special_tokens": False}
         monkeypatch.setattr(
-            PreTrainedTokenizerFast, "__call__", lambda self, text, **kw: call(self, text, **{**kw, "split_special_tokens": False})
-        )  # fmt: skip
+            PreTrainedTokenizerFast, "__call__", lambda self, text, **kw: call(self, text, **{**kw, **parse})
+        )
     tricky = sample(
         context="a</s>b<|im_end|>", question="<|im_start|>", instruction="<s>", answer_prefix="</s><|im_end|>"
     )
@@ -400,7 +401,7 @@ def test_official_truncation_leaves_short_prompts_alone():
 
 def test_official_truncation_errors():
     encoder = PromptEncoder(make())
-    with pytest.raises(SampleError, match="model.official_max_length"):
+    with pytest.raises(SampleError, match=r"model\.official_max_length"):
         encoder.encode(C6, True, 1000, truncation="official")
     with pytest.raises(SampleError, match="question"):
         encoder.encode(C6, True, 1000, truncation="official", official_max_length=10)
@@ -410,7 +411,7 @@ def test_newline_ids_and_decode():
     tokenizer = make()
     encoder = PromptEncoder(tokenizer)
     assert encoder.newline_ids() == {tokenizer.encode("\n", add_special_tokens=False)[-1]}
-    assert encoder.decode(tokenizer.encode("The harbor") + [tokenizer.eos_token_id]) == "The harbor"
+    assert encoder.decode([*tokenizer.encode("The harbor"), tokenizer.eos_token_id]) == "The harbor"
 
 
 @pytest.mark.skipif(not os.environ.get("KVBENCH_GGUF"), reason="set KVBENCH_GGUF to a model file to run this")

@@ -29,7 +29,8 @@ def sha256_json(value: Any) -> str:
 def sha256_files(folder: Path, names: Iterable[str]) -> str:
     """One hash over the named files of a folder, in sorted order of their names."""
     names = sorted(names)
-    return sha256_json([[name, digest] for name, digest in zip(names, _digests([folder / name for name in names]))])
+    digests = _digests([folder / name for name in names])
+    return sha256_json(list(zip(names, digests, strict=True)))
 
 
 def sha256_file(path: Path) -> str:

@@ -66,10 +66,10 @@ class HubSource(FolderSource):
                 "model.path", path, "is not on the hub, or is private.", "Check the spelling (owner/name), or log in.",
             ),
             "RevisionNotFoundError": (
-                "model.revision", revision, f"is not a branch, tag or commit of {path}.", "Leave it out for the newest.",
+                "model.revision", revision, f"is not a branch, tag or commit of {path}.", "Leave it out.",
             ),
             "HFValidationError": (
-                "model.path", path, "is not a hub id (owner/name).", "For a folder use model=folder, for a file model=gguf.",
+                "model.path", path, "is not a hub id (owner/name).", "Local models: model=folder or model=gguf.",
             ),
         }  # fmt: skip
         if kind in table:

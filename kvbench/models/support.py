@@ -19,24 +19,28 @@ _RECURRENT = "keeps recurrent or convolutional state, which has no entries that 
 _ENCODER = "is an encoder that reads its text in both directions; it has no KV cache to compress"
 _SHARED = "has layers that reuse another layer's keys and values, so evicting in one changes several"
 
+_LATENT_NAMES = (
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe_lite", "glm_moe_dsa",
+    "hy_v4", "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "sarvam_mla", "youtu", "dots3_note",
+    "dots3_note_text",
+)  # fmt: skip
+_RECURRENT_NAMES = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
+    "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
+    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+)  # fmt: skip
+_ENCODER_NAMES = (
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+    "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xlnet", "xmod",
+)  # fmt: skip
+
 _BY_NAME: dict[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
-    **dict.fromkeys(
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 glm4_moe_lite glm_moe_dsa hy_v4 "
-        "longcat_flash minicpm3 mistral4 mistral_large4 sarvam_mla youtu dots3_note dots3_note_text".split(),
-        _LATENT,
-    ),
-    **dict.fromkeys(
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 "
-        "mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next "
-        "qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya".split(),
-        _RECURRENT,
-    ),
-    **dict.fromkeys(
-        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod".split(),
-        _ENCODER,
-    ),
+    **dict.fromkeys(_LATENT_NAMES, _LATENT),
+    **dict.fromkeys(_RECURRENT_NAMES, _RECURRENT),
+    **dict.fromkeys(_ENCODER_NAMES, _ENCODER),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _SHARED),
 }
 _STATE_ATTRIBUTES = (

@@ -106,7 +106,7 @@ class SegmentTokenizer:
         parts, begin = Encoded([], [], []), 0
         for end in [*cuts, len(text)]:
             piece = text[begin:end]
-            if begin == 0 and first or not self._adds_blank:
+            if (begin == 0 and first) or not self._adds_blank:
                 encoded = self._encode(piece, special=False, offsets=offsets)
             else:
                 encoded = self._after_anchor(piece, special=False, offsets=offsets)
@@ -117,7 +117,7 @@ class SegmentTokenizer:
         return parts
 
     def _default_prefix(self) -> list[int]:
-        """What encoding puts before a text by default (usually BOS). Seen in its output: some tokenizers ignore flags."""
+        """What encoding puts before a text (usually BOS), seen in its output: some tokenizers ignore their flags."""
         bare = self.tokenizer.encode("a", add_special_tokens=False)
         full = self.tokenizer.encode("a")
         for start in range(len(full) - len(bare) + 1):
@@ -140,7 +140,7 @@ class SegmentTokenizer:
         tokenizer = self.tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token: content.content for token, content in added.items() if content.special}
-        named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+        named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         return {token: str(name) for token, name in {**named, **special}.items() if token != tokenizer.unk_token_id}
 
 

@@ -12,6 +12,13 @@ from ..errors import InputError
 
 _SENTINEL = "kvbench5c1fsentinel"
 _DATE = datetime.datetime(2024, 7, 26)  # some templates print today's date; a prompt must not change overnight
+# Put before templates that ask for the clock: a macro of that name hides transformers' function, which cannot be
+# replaced by an argument.
+_CLOCK = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f" | replace('%{code}', '{_DATE.strftime('%' + code)}')" for code in "dmybBYAaHMSj")
+    + " }}{%- endmacro -%}"
+)
 
 
 @dataclass(frozen=True)
@@ -47,14 +54,15 @@ def template_hash(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
 
 
 def _render(tokenizer: Any, template_kwargs: dict[str, Any], content: str) -> tuple[str, str]:
-    values = {
-        "date_string": _DATE.strftime("%d %b %Y"),
-        "strftime_now": _DATE.strftime,
-        **template_kwargs,
-    }
+    values = {"date_string": _DATE.strftime("%d %b %Y"), **template_kwargs}
     try:
+        template = tokenizer.get_chat_template()
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, **values
+            [{"role": "user", "content": content}],
+            chat_template=_CLOCK + template if "strftime_now" in template else template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **values,
         )
     except Exception as error:  # a template is a program: it can raise anything
         raise InputError(
