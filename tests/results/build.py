@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import ModelConfig, ProtocolConfig, RunConfig
-from kvbench.results import TaskInfo, cell_identity, open_cell, problems, summarise
+from kvbench.results import CellStore, TaskInfo, cell_identity, open_cell, problems, summarise
 
 HASHES = {"model_sha256": "a" * 64, "data_sha256": "b" * 64, "template_sha256": "c" * 64, "dtype": "float32"}
 
@@ -74,8 +74,9 @@ def task_info(run: RunConfig, count: int, **changes: Any) -> TaskInfo:
     return TaskInfo(**(settings | changes))
 
 
-def open_store(run: RunConfig, task: TaskInfo, **hashes: str):
-    return open_cell(run.runs, run, cell_identity(run, **(HASHES | hashes)), {"time": "now"}, task)
+def open_store(run: RunConfig, task: TaskInfo, *, lease_seconds: float = 60.0, **hashes: str) -> CellStore:
+    identity = cell_identity(run, **(HASHES | hashes))
+    return open_cell(run.runs, run, identity, {"time": "now"}, task, lease_seconds=lease_seconds)
 
 
 def write_cell(run: RunConfig, records: list[dict[str, Any]], *, hashes: dict[str, str] | None = None, **task: Any):

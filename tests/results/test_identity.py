@@ -131,7 +131,7 @@ def test_any_name_makes_a_safe_folder(model, task):
     folder = cell_folder("root", run, {})
     assert folder.parts[:2] == ("root", "default")
     assert all(part.isascii() and part not in (".", "..") and len(part) < 200 for part in folder.parts)
-    assert not set("/\\:*?\"<>| \n\0") & set("".join(folder.parts[1:]))
+    assert not set('/\\:*?"<>| \n\0') & set("".join(folder.parts[1:]))
 
 
 def test_environment_is_strict_json_and_needs_no_torch():
