@@ -75,8 +75,8 @@ def _flag_error(message: str) -> NoReturn:
     raise InputError(flag or "flags", "", message.strip() + ".", hint)
 
 
-def cells(command: Command) -> list[RunConfig]:
-    """The validated configs of all cells of the command, in the order in which they will run.
+def cells(command: Command) -> dict[tuple[str, ...], RunConfig]:
+    """job_key(overrides) -> the validated, frozen config of every cell of the command, in the order of the sweep.
 
     Raises InputError for the first that is wrong; nothing has been written or loaded by then.
     """
@@ -91,7 +91,12 @@ def cells(command: Command) -> list[RunConfig]:
             raise wrong
     with initialize_config_dir(conf_dir(), job_name="run", version_base=VERSION_BASE):
         composer = _Composer(command.config_name, _as_override(search), folders)
-        return [composer.cell(job) for job in _jobs(command, overrides, composer)]
+        return {job_key(job): composer.cell(job) for job in _jobs(command, overrides, composer)}
+
+
+def job_key(overrides: Sequence[str]) -> tuple[str, ...]:
+    """What identifies a job among those of a command: its overrides, less the search path, which all share."""
+    return tuple(text for text in overrides if not text.startswith("hydra.searchpath="))
 
 
 def _parse(text: str) -> Override:

@@ -64,9 +64,9 @@ def syntax(text: str, error: Exception) -> InputError:
     """For an argument that is not a readable key=value."""
     key, equals, value = text.partition("=")
     if not equals:
-        return InputError(text, "", "is not of the form key=value.", "Example: budget=128. Keys: see --help.")
+        return InputError(text.strip() or "argument", "", "is not of the form key=value.", "Example: budget=128. Keys: see --help.")
     said = _one_line(str(error).split("\n")[0])
-    return InputError(key, value, f"cannot be read: {said}.", f"Quotes may help: '{key}=\"...\"'.")
+    return InputError(key.strip() or "argument", value, f"cannot be read: {said}.", f"Quotes may help: '{key}=\"...\"'.")
 
 
 def wrong_option(override: Override, options: Mapping[str, Sequence[str]]) -> InputError | None:
@@ -99,6 +99,7 @@ def missing_option(overrides: Sequence[Override], error: Exception) -> InputErro
 
 def unknown_key(key: str, value: Any, known: Sequence[str]) -> InputError:
     """For a key that no config has; ``known`` are those that exist."""
+    key = key or "@"  # Hydra reads @=1 as a package without a group
     parent, dot, _ = key.rpartition(".")
     prefix = parent + dot
     siblings = [k.removeprefix(prefix) for k in known if k.startswith(prefix) and "." not in k.removeprefix(prefix)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,7 +17,7 @@ import hydra
 from omegaconf import DictConfig
 
 from kvbench import __version__, usage
-from kvbench.compose import VERSION_BASE, cells, read
+from kvbench.compose import VERSION_BASE, cells, job_key, read
 from kvbench.config import RunConfig, conf_dir, freeze
 from kvbench.errors import InputError
 
@@ -49,9 +49,7 @@ def _run(argv: list[str]) -> int:
     if command.help:
         print(usage.text([conf_dir(), *([command.config_dir] if command.config_dir else [])]))
         return 0
-    if not command.hydra_only:
-        cells(command)  # raises InputError; composed again below, by Hydra, which knows --cfg and sweeps
-    submission = Submission()
+    submission = Submission({} if command.hydra_only else cells(command))  # raises InputError
     entry = hydra.main(version_base=VERSION_BASE, config_path=conf_dir(), config_name="config")(submission)
     previous = sys.argv
     sys.argv = [previous[0], *argv]  # what Hydra reads
@@ -63,17 +61,22 @@ def _run(argv: list[str]) -> int:
 
 
 class Submission:
-    """Hydra's task function: one config from a single run, all configs of a sweep from our launcher."""
+    """Hydra's task function. It is called with the config of one job; our launcher gives it all cells of a sweep."""
 
-    def __init__(self) -> None:
+    def __init__(self, cells: Mapping[tuple[str, ...], RunConfig]) -> None:
+        self.cells = cells
         self.code = 0
 
     def __call__(self, config: DictConfig) -> None:
-        self.run_cells([config])
+        self.run([freeze(config)])
 
-    def run_cells(self, configs: Sequence[DictConfig]) -> None:
+    def frozen(self, overrides: Sequence[str]) -> RunConfig | None:
+        """The cell that was composed from these overrides before anything ran."""
+        return self.cells.get(job_key(overrides))
+
+    def run(self, runs: list[RunConfig]) -> None:
         """Run these cells, one after the other, and remember the worst exit code so far."""
-        self.code = max(self.code, _code_of([freeze(config) for config in configs]))
+        self.code = max(self.code, _code_of(runs))
         if self.code >= INTERRUPTED:
             raise SystemExit(self.code)  # a signal: Hydra must not start the next job
 
