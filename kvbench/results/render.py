@@ -201,7 +201,7 @@ def bucket_table(rows: DataFrame) -> list[list[str]]:
 
 # -- the end of a run --------------------------------------------------------------------------------------------
 
-NOT_OK_WIDTH = 26
+TERMINAL_WIDTHS = [16, 8, 8, 7, None, None, None, None, 16]  # with the numbers between, at most 100 columns
 
 
 def end_of_run_table(cells: Sequence[Cell]) -> str:
@@ -217,8 +217,8 @@ def end_of_run_table(cells: Sequence[Cell]) -> str:
         rows = sorted(rows, key=lambda row: protocol_order(row["protocol"]))
         lines = [terminal_line(row) for row in sorted(rows, key=lambda row: row_position(frame, row))]
         headers = ["method", "budget", "protocol", "n", "score", "95% CI", "KV", "tok/s", "not ok"]
-        widths = [18, 8, 8, 9, None, None, None, None, NOT_OK_WIDTH]
-        table = tabulate(lines, headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+        # As a row of the body: tabulate pads headers, and 100 columns are few.
+        table = tabulate([headers, *lines], tablefmt="plain", disable_numparse=True, maxcolwidths=TERMINAL_WIDTHS)
         texts.append(f"{task} ({metric}), model {model}\n{table}")
     ended_badly = [unfinished_line(cell) for cell in cells if cell.status != "done"]
     return "\n\n".join([*texts, *(["\n".join(ended_badly)] if ended_badly else [])])
@@ -241,7 +241,7 @@ def terminal_line(row: Row) -> list[str]:
         interval,
         percent(row["kv_share"]),
         number(row["tokens_per_s"], ".1f"),
-        wrong_text(row, row["budget"]) or UNKNOWN,
+        wrong_text(row, row["budget"]).replace(", ", ",\n") or UNKNOWN,
     ]
 
 
