@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from .device import resolve_device, resolve_dtype
-from .source import ModelSource
+from .source import FolderSource, ModelSource, display_name
 from .support import UnsupportedModel, refuse
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
 
-__all__ = ["ModelSource", "UnsupportedModel", "open_model", "refuse", "resolve_device", "resolve_dtype"]
+__all__ = ["ModelSource", "UnsupportedModel", "display_name", "open_model", "refuse", "resolve_device", "resolve_dtype"]
 
 SOURCES = ("hub", "folder", "gguf", "random")
 
@@ -36,6 +36,4 @@ def open_model(settings: ModelConfig) -> ModelSource:
         from .hub import HubSource
 
         return HubSource(settings)
-    from .source import FolderSource
-
     return FolderSource(settings)

@@ -67,6 +67,10 @@ class RandomSource(ModelSource):
                 "model.random.vocab_size", values["vocab_size"], "is less than the byte tokenizer needs.",
                 f"Set it to {SIZE} or more, or leave it out.",
             )  # fmt: skip
+        text = config.get_text_config()
+        heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+        if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+            raise InputError("model.random.num_key_value_heads", shared, f"does not divide {heads} attention heads.")
         return config
 
     def _check_names(self, default: Any) -> None:

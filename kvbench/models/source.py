@@ -23,12 +23,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def display_name(settings: ModelConfig) -> str:
+    """What tables call the model: the configured name; for model=hub, folder and gguf the last part of the path."""
+    if settings.path and settings.name == settings.source:
+        name = Path(settings.path).expanduser().name
+        return name.removesuffix(".gguf") if settings.source == "gguf" else name
+    return settings.name
+
+
 class ModelSource(ABC):
     """What every source offers. Creating one reads no weights; it raises InputError for a model that cannot work."""
 
     def __init__(self, settings: ModelConfig) -> None:
         self.settings = settings
-        self.name = settings.name
+        self.name = display_name(settings)
         self.template_kwargs = dict(settings.template_kwargs)
 
     @property
@@ -144,7 +152,12 @@ class FolderSource(ModelSource):
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.folder, **self._local)
+        try:
+            return AutoConfig.from_pretrained(self.folder, **self._local)
+        except Exception as error:  # each architecture checks its values in its own way, with its own exceptions
+            raise InputError(
+                "model.path", self.folder / "config.json", f"is refused by transformers: {_first_line(error)}"
+            ) from error
 
     @cached_property
     def generation_config(self) -> Any:
@@ -196,4 +209,5 @@ class FolderSource(ModelSource):
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {' '.join(line.strip() for line in lines[:2])}"
