@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import hydra.utils
+import torch
 from hydra.errors import InstantiationException
 
 from kvbench.budget import Budget
@@ -65,10 +65,8 @@ class Preparation:
         method = build(run.method, lambda part: instantiate("method", part))
         task = self._task(run, encoder)
         switches = Switches(run.protocol.name, run.budget_scope, run.question_evictable, run.first_token)
-        if switches.protocol == "swapped" and not task.has_question:
-            raise InputError(
-                "protocol", "swapped", f"{task.name} has no question to swap.", "Use blind or aware, or another task."
-            )
+        if switches.protocol == "swapped":
+            check_swappable(task)
         device = resolve_device(run.device)
         dtype, note = resolve_dtype(run.dtype, device, source.checkpoint_dtype)
         identity = cell_identity(
@@ -111,6 +109,18 @@ def instantiate(key: str, config: Any, **arguments: Any) -> Any:
         raise InputError(
             key, config.get("_target_"), f"cannot be built: {cause}", f"See conf/{key}/ for the keys it takes."
         ) from error
+
+
+def check_swappable(task: Task) -> None:
+    """InputError if protocol=swapped would ask the same question twice."""
+    if not task.has_question:
+        raise InputError(
+            "protocol", "swapped", f"{task.name} has no question to swap.", "Use blind or aware, or another task."
+        )
+    for sample in task.samples:
+        if sample.error is None:
+            other_question(sample, task.samples)
+            return
 
 
 def check_lengths(cell: Cell) -> None:
