@@ -99,7 +99,7 @@ class GgufSource(ModelSource):
         )
         config = copy.deepcopy(model.config)
         if hasattr(config, "quantization_config"):
-            del config.quantization_config
+            delattr(config, "quantization_config")
         # A model that came from a GGUF file refuses to be saved; a twin without weights of its own takes them over.
         with torch.device("meta"):
             twin = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -42,11 +42,10 @@ class RandomSource(ModelSource):
 
     @cached_property
     def config(self) -> Any:
-        from transformers import AutoConfig
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers import CONFIG_MAPPING, AutoConfig
 
-        if self.architecture not in CONFIG_MAPPING_NAMES:
-            near = difflib.get_close_matches(self.architecture, CONFIG_MAPPING_NAMES, 1)
+        if self.architecture not in CONFIG_MAPPING:
+            near = difflib.get_close_matches(self.architecture, list(CONFIG_MAPPING.keys()), 1)
             hint = f"Did you mean {near[0]}?" if near else "Take a model_type of transformers, such as llama."
             raise InputError("model.random.architecture", self.architecture, "is not known to transformers.", hint)
         self._check_names(AutoConfig.for_model(self.architecture))

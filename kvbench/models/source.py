@@ -128,7 +128,7 @@ class FolderSource(ModelSource):
         return folder
 
     def _check_code(self) -> None:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers import CONFIG_MAPPING
 
         file = self.folder / "config.json"
         try:
@@ -136,7 +136,7 @@ class FolderSource(ModelSource):
             kind = stored.get("model_type")
         except (ValueError, AttributeError) as error:
             raise InputError("model.path", file, "is not JSON that describes a model.", "Download it again.") from error
-        if kind in CONFIG_MAPPING_NAMES or self.settings.trust_remote_code:
+        if kind in CONFIG_MAPPING or self.settings.trust_remote_code:
             return
         if "auto_map" in stored:
             raise InputError(
