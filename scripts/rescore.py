@@ -21,7 +21,10 @@ PROCESSES = 2
 
 def compare(family: str, folder: Path) -> list[tuple[str, bool]]:
     """One line per published score of a set, and whether it was reproduced."""
-    published = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    published = json.loads(
+        (folder / "result.json").read_text(encoding="utf-8"),
+        parse_constant=lambda constant: None,  # the official evaluation writes NaN for an empty bucket
+    )
     lines = []
     for task, wanted in sorted(published.items()):
         name = f"{family}/{task}"
@@ -39,7 +42,11 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     root = Path(sys.argv[1])
-    sets = [(family, file.parent) for kind, family in FAMILIES.items() for file in sorted(root.glob(f"{kind}/*/result.json"))]
+    sets = [
+        (family, file.parent)
+        for kind, family in FAMILIES.items()
+        for file in sorted(root.glob(f"{kind}/*/result.json"))
+    ]
     if not sets:
         print(f"error: {root} holds neither v1/<set>/result.json nor e/<set>/result.json", file=sys.stderr)
         return 2

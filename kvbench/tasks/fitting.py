@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvbench.errors import InputError
 from kvbench.tasks.haystack import Haystack, nearest_boundary
@@ -64,7 +65,7 @@ def _layout(
 ) -> tuple[Callable[[int], str], int, int]:
     """The document as a function of the size of its variable stretch, the size it has in ``hay``, and the largest."""
     bounds = [0, *(nearest_boundary(hay, needle.depth) for needle in needles), len(hay)]
-    stretches = ["".join(hay[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    stretches = ["".join(hay[a:b]) for a, b in pairwise(bounds)]
     vary = _stretch_to_cut(stretches, max(map(len, hay), default=0))
     # the stretch may have to grow: this is the text that follows the hay
     spare = "".join(haystack.cut(start + len(hay), 1024 + sum(map(len, hay)) // 4))
@@ -77,9 +78,7 @@ def _layout(
     return document, len(stretches[vary]), len(stretches[vary]) + len(spare)
 
 
-def _hay_of(
-    haystack: Haystack, start: int, tokens: int, count: Callable[[str], int]
-) -> tuple[float, list[str]]:
+def _hay_of(haystack: Haystack, start: int, tokens: int, count: Callable[[str], int]) -> tuple[float, list[str]]:
     """Characters per token, and the units that hold about ``tokens`` tokens.
 
     Measured on a short piece first, then on the whole, so that the needles' places, which are set on this estimate,
@@ -112,7 +111,7 @@ def _resized(stretch: str, characters: int, index: int, number: int, spare: str)
     if index == 0:
         grown = spare + stretch
         return grown[len(grown) - characters :]
-    half = len(stretch) // 2  # between two needles: in the middle
+    half = stretch.find(" ", len(stretch) // 2) + 1 or len(stretch) // 2  # between two needles: in the middle
     if characters <= len(stretch) - half:
         return stretch[len(stretch) - characters :]
     return (stretch[:half] + spare)[: characters - (len(stretch) - half)] + stretch[half:]
@@ -138,7 +137,7 @@ def _search(tokens: Callable[[int], int], length: int, guess: int, most: int, ra
             long = size
         size = (short + long) // 2 if step % 4 == 3 else size + _step(length - found, rate)
     # a tokenizer that gains two tokens at one character, or loses one: look around
-    around = range(max(0, short - 32), min(most, long + 32) + 1) if 0 <= short and long <= most else range(0)
+    around = range(max(0, short - 8), min(most, long + 8) + 1) if short >= 0 and long <= most else range(0)
     return next((size for size in around if tokens(size) == length), None)
 
 

@@ -113,7 +113,10 @@ def _sample(record: dict[str, Any], separator: str) -> Sample:
     if "other_question" in texts:
         texts["other_question"] = _separated(texts["other_question"], separator)
     instruction = texts.get("instruction", "")
-    texts.setdefault("group", hashlib.sha256((instruction + "\0" + context).encode()).hexdigest()[:16])
+    segment = (instruction + "\0" + context).encode(
+        "utf-8", "surrogatepass"
+    )  # half a character is the encoder's to mend
+    texts.setdefault("group", hashlib.sha256(segment).hexdigest()[:16])
     info = {"metric": texts["metric"]} if "metric" in texts else {}  # re-scoring a run's records needs both
     return Sample(
         id=str(identity),

@@ -7,28 +7,25 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 
-def read_objects(content: bytes, half_surrogates: bool = False) -> Iterator[tuple[int, dict[str, Any], str | None]]:
+def read_objects(content: bytes) -> Iterator[tuple[int, dict[str, Any], str | None]]:
     """Line number (from 1), object and what is wrong with it, for every line that is not blank.
 
-    Lines end at b"\\n" only: texts may contain the other separators that str.splitlines knows. Half a surrogate pair is
-    an error unless allowed: no tokenizer can read it, but a prediction may hold one.
+    Lines end at b"\\n" only: texts may contain the other separators that str.splitlines knows.
     """
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            yield number, _object(line, half_surrogates), None
+            yield number, _object(line), None
         except (ValueError, RecursionError) as error:
             yield number, {}, _reason(error)
 
 
-def _object(line: bytes, half_surrogates: bool) -> dict[str, Any]:
+def _object(line: bytes) -> dict[str, Any]:
     text = line.decode("utf-8")
     value = json.loads(text, parse_constant=_refuse)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, not an object")
-    if not half_surrogates:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
 
 
@@ -39,8 +36,6 @@ def _refuse(name: str) -> NoReturn:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 (byte {error.start} of the line)"
-    if isinstance(error, UnicodeEncodeError):
-        return "a text holds half a surrogate pair"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at character {error.pos}"
     return str(error)

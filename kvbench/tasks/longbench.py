@@ -110,7 +110,7 @@ def _samples(task: LongBenchTask, subset: str, records: list[dict[str, Any]]) ->
                 context=context,
                 question=question,
                 answers=tuple(record["answers"]),
-                group=hashlib.sha256(context.encode()).hexdigest()[:16],
+                group=hashlib.sha256(context.encode("utf-8", "surrogatepass")).hexdigest()[:16],
                 classes=tuple(record["all_classes"]),
                 info=info,
             )

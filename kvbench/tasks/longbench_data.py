@@ -97,9 +97,15 @@ def _from_lines(content: bytes, source: str) -> list[dict[str, Any]]:
         except (ValueError, AttributeError, TypeError) as error:
             raise InputError("task.path", source, f"line {number} is no LongBench record: {error}") from error
         rows.append(row)
+    if not rows:
+        raise InputError("task.path", source, "there is not one record in it.")
     from datasets import Dataset
 
-    return _rows(Dataset.from_list(rows, features=_features()), source)
+    try:
+        dataset = Dataset.from_list(rows, features=_features())
+    except (ValueError, TypeError) as error:  # Arrow's errors are subclasses of these
+        raise InputError("task.path", source, f"a field has the wrong type: {error}") from error
+    return _rows(dataset, source)
 
 
 def _from_parquet(files: list[Path]) -> list[dict[str, Any]]:
@@ -107,7 +113,10 @@ def _from_parquet(files: list[Path]) -> list[dict[str, Any]]:
     from datasets import Dataset
 
     # read directly: Dataset.from_parquet would leave a second copy of the data in the user's cache
-    return [row for file in files for row in _rows(Dataset(pyarrow.parquet.read_table(file)), str(file))]
+    rows = [row for file in files for row in _rows(Dataset(pyarrow.parquet.read_table(file)), str(file))]
+    if not rows:
+        raise InputError("task.path", str(files[0]), "there is not one record in it.")
+    return rows
 
 
 def _rows(dataset: Any, source: str) -> list[dict[str, Any]]:
@@ -121,8 +130,6 @@ def _rows(dataset: Any, source: str) -> list[dict[str, Any]]:
         if not isinstance(row["context"], str) or not isinstance(row["input"], str) or not row["answers"]:
             raise InputError("task.path", source, f"record {number} lacks its context, input or answers.")
         rows.append(row)
-    if not rows:
-        raise InputError("task.path", source, "there is not one record in it.")
     return rows
 
 

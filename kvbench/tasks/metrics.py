@@ -20,9 +20,7 @@ from kvbench.tasks.lcs import lcs_length, lcs_words
 Metric = Callable[[str, str, Sequence[str]], float]
 
 # The punctuation that LongBench's Chinese F1 ignores, beside the ASCII one.
-_CHINESE_PUNCTUATION = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
-)
+_CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 _DROP_ASCII = str.maketrans("", "", string.punctuation)
 _DROP_CHINESE = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
@@ -170,7 +168,7 @@ def code_sim_score(prediction: str, answer: str, classes: Sequence[str] = ()) ->
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return int(round(100 * SequenceMatcher(None, line, answer).ratio())) / 100
+    return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100
 
 
 # --- facts and keys ----------------------------------------------------------------------------------------------

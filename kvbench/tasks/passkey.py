@@ -98,7 +98,9 @@ class _Maker:
 
         question, prefix = ask(names[0])
         # with one key there is nothing else to ask for; a question about the text must not hint at the key
-        other, other_prefix = ask(names[1]) if self.keys > 1 else ("\n\n" + wording("passkey.yaml")["other_question"], "")
+        other, other_prefix = (
+            ask(names[1]) if self.keys > 1 else ("\n\n" + wording("passkey.yaml")["other_question"], "")
+        )
         return Sample(
             id=f"passkey-{self.length}-s{self.seed}-{index:04d}",
             instruction=wording("passkey.yaml")["instruction"],

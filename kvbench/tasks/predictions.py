@@ -62,7 +62,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise InputError("predictions", file, f"the file cannot be read: {error.strerror}.") from error
     lines = []
-    for number, record, error in read_objects(content, half_surrogates=True):
+    for number, record, error in read_objects(content):
         if error is None:
             try:
                 lines.append(_line(number, record))
@@ -82,4 +82,10 @@ def _line(number: int, record: dict[str, Any]) -> dict[str, Any]:
     if not answers:
         raise ValueError("there is no gold answer")
     classes = strings(record.get("all_classes"))
-    return {"number": number, "pred": prediction, "answers": answers, "all_classes": classes, "length": record.get("length")}
+    return {
+        "number": number,
+        "pred": prediction,
+        "answers": answers,
+        "all_classes": classes,
+        "length": record.get("length"),
+    }

@@ -85,9 +85,7 @@ def build(
     rules = family(subset)
     file = _file(subset, path)
     content = file.read_bytes()
-    samples = tuple(
-        _sample(rules, subset, number, record, error) for number, record, error in read_objects(content)
-    )
+    samples = tuple(_sample(rules, subset, number, record, error) for number, record, error in read_objects(content))
     if not samples:
         raise InputError("task.path", str(file), "there is not one record in it.")
     return Task(

@@ -22,7 +22,9 @@ class Sample:
     answer_prefix: str = ""  # the first words of the answer, placed after the chat template's tail
     group: str = ""  # samples with the same group share their context; empty: a group of its own
     other_question: str | None = None  # what protocol=swapped asks first; None: another sample's question is taken
-    other_answer_prefix: str = ""  # follows other_question as answer_prefix follows question: it must not give that away
+    other_answer_prefix: str = (
+        ""  # follows other_question as answer_prefix follows question: it must not give that away
+    )
     metric: str | None = None  # overrides the task's metric (jsonl)
     max_new_tokens: int | None = None  # overrides the task's limit (jsonl)
     classes: tuple[str, ...] = ()  # label set of classification tasks
