@@ -45,7 +45,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def original():
     random = {"architecture": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    random.update(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128, vocab_size=SIZE + 1)
+    random.update(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128, vocab_size=SIZE + 2)
     return open_model(ModelConfig(name="r", source="random", random=random)).load("cpu", torch.float32)
 
 
@@ -68,12 +68,12 @@ def write(path: Path, model) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     vocabulary = build_byte_tokenizer().get_vocab()
-    tokens = [*sorted(vocabulary, key=vocabulary.__getitem__), "ab"]
+    tokens = [*sorted(vocabulary, key=vocabulary.__getitem__), "ab", "cd"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIALS else 1 for token in tokens])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(tokens.index(SPECIALS[0]))
     writer.add_eos_token_id(tokens.index(SPECIALS[1]))
     for name, tensor in model.state_dict().items():

@@ -188,7 +188,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon_h1": dict(_HEAD, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8),
     "zamba2": dict(
         _MHA,
-        layer_types=["mamba", "hybrid"],
+        layer_types=["linear_attention", "hybrid"],
         hybrid_layer_ids=[1],
         mamba_d_state=8,
         mamba_headdim=16,
