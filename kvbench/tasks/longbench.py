@@ -57,7 +57,7 @@ def rules(subset: str, extended: bool = False) -> LongBenchTask:
     return known[subset]
 
 
-def bucket(length: int) -> str:
+def bucket(length: float) -> str:
     """LongBench-E's bucket of a record's length (words, or characters for Chinese)."""
     return BUCKETS[0] if length < 4000 else BUCKETS[1] if length < 8000 else BUCKETS[2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,11 @@ def at_least(key: str, value: Any, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         allowed = f"{least} or more" if most is None else f"{least} to {most}"
         raise InputError(key, value, "the value is not allowed.", f"Allowed: an integer, {allowed}.")
+
+
+def listed(value: Any) -> list[Any]:
+    """The items of a list (OmegaConf's too), or the value alone."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def depth_in_range(key: str, value: Any) -> float:

@@ -20,7 +20,10 @@ from kvbench.tasks.lcs import lcs_length, lcs_words
 Metric = Callable[[str, str, Sequence[str]], float]
 
 # The punctuation that LongBench's Chinese F1 ignores, beside the ASCII one.
-_CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+_CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､"
+    "、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
 _DROP_ASCII = str.maketrans("", "", string.punctuation)
 _DROP_CHINESE = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 

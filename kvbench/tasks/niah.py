@@ -11,7 +11,7 @@ from kvbench.errors import InputError
 from kvbench.suggest import one_of
 from kvbench.tasks.fitting import Needle, fit
 from kvbench.tasks.haystack import Haystack, folder_haystack, pydoc_haystack
-from kvbench.tasks.made import at_least, depth_in_range, made_task, no_path, wording
+from kvbench.tasks.made import at_least, depth_in_range, listed, made_task, no_path, wording
 from kvbench.tasks.sample import Sample, Task
 
 
@@ -37,7 +37,7 @@ def build(
     """
     no_path("niah", path)
     at_least("task.repeats", repeats, 1)
-    lengths = list(length) if isinstance(length, Sequence) and not isinstance(length, str) else [length]
+    lengths = listed(length)
     for one in lengths:
         at_least("task.length", one, 1)
     places = _depths(depths)
@@ -53,7 +53,7 @@ def build(
     return made_task(name, "contains", made, max_new_tokens=40, chat=chat)
 
 
-def _depths(depths: int | Sequence[float]) -> list[float]:
+def _depths(depths: Any) -> list[float]:
     if isinstance(depths, Sequence) and not isinstance(depths, str):
         return [depth_in_range("task.depths", depth) for depth in depths]
     at_least("task.depths", depths, 1)

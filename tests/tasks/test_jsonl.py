@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvbench.errors import InputError
@@ -59,15 +61,9 @@ def test_the_second_of_two_equal_ids_is_an_error(tmp_path):
 )
 def test_context_and_question_keep_every_character(tmp_path, context):
     """Case C13: nothing in a text is taken for a separator. Half a character (\\ud83d) is the encoder's to mend."""
-    record = ('{"id": "a", "context": %s, "question": "{0}#", "answers": ["me"]}' % dumps(context)).encode()
+    record = json.dumps({"id": "a", "context": context, "question": "{0}#", "answers": ["me"]}).encode()
     (sample,) = build(tmp_path, record).samples
     assert sample.error is None and sample.context == context and sample.question == "\n\n{0}#"
-
-
-def dumps(text):
-    import json
-
-    return json.dumps(text)
 
 
 def test_the_separator_goes_before_questions_that_are_not_empty(tmp_path):

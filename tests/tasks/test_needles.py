@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -79,7 +80,7 @@ def test_the_first_n_depths_are_stratified(seed, n):
     """Position alone decides what positional methods keep: no stratum may be empty by chance."""
     task = passkey.build(encoder=CountingEncoder(), seed=seed, length=4096, samples=32)
     depths = sorted(sample.info["depth"] for sample in task.samples[:n])
-    gaps = [b - a for a, b in zip(depths, depths[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(depths)]
     assert max([depths[0], 1 - depths[-1], *gaps]) < 1 / n + 0.02
     assert min(gaps) > 1 / n - 0.02
 

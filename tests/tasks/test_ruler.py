@@ -109,7 +109,7 @@ def test_a_file_is_read_with_its_bad_lines_and_scored_by_the_share_found(tmp_pat
 
 
 def test_missing_files_and_unknown_names_say_what_to_do(tmp_path):
-    with pytest.raises(InputError, match="validation.jsonl"):
+    with pytest.raises(InputError, match=r"validation\.jsonl"):
         ruler.build(name="ruler/vt", subset="vt", path=str(tmp_path))
     with pytest.raises(InputError, match=r"vt\.jsonl"):
         ruler.build(name="ruler/vt", subset="vt")
