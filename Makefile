@@ -53,7 +53,7 @@ rescore: setup
 	$(PY) scripts/rescore.py $(PREDICTIONS)
 
 wheel-check: setup
-	$(PY) -m pytest -q -m slow tests/test_packaging.py
+	$(PY) -m pytest -q tests/test_packaging.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

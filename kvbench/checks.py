@@ -30,6 +30,11 @@ def check_whole(key: str, value: Any, smallest: int, largest: int = LARGEST) -> 
         raise InputError(key, value, f"is above {largest}.", allowed)
 
 
+def check_flag(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InputError(key, value, "is neither true nor false.", "Allowed: true, false.")
+
+
 def check_target(key: str, component: Any) -> None:
     """``component`` is {_target_: dotted path, ...} and the path's package can be found (it is not imported)."""
     target = component.get("_target_") if isinstance(component, Mapping) else None

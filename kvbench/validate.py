@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.budget import Budget
-from kvbench.checks import check_choice, check_target, check_whole
+from kvbench.checks import check_choice, check_whole
 from kvbench.config import ModelConfig, RunConfig
 from kvbench.errors import InputError
 from kvbench.suggest import one_of
 from kvbench.validate_method import check_method, protected
+from kvbench.validate_task import check_task
 
 LARGEST_SEED = 2**32 - 1  # what every random generator in use accepts
 
@@ -21,7 +22,7 @@ def validate(run: RunConfig) -> None:
     """Raises InputError with the key, the value and what is allowed for the first value that cannot be right."""
     budget = Budget.parse(run.budget)
     check_method(run.method)
-    _check_task(run.task)
+    check_task(run.task)
     _check_model(run.model)
     check_choice("protocol", run.protocol.name, ("blind", "aware", "swapped"))
     check_choice("tracker", run.tracker.name, ("none", "wandb"))
@@ -67,21 +68,6 @@ def _check_model(model: ModelConfig) -> None:
         if not (os.path.isdir(path) if model.source == "folder" else os.path.isfile(path)):
             reason = "is not a folder." if model.source == "folder" else "is not a file."
             raise InputError("model.path", model.path, reason, f"Give {what[model.source]}.")
-
-
-def _check_task(task: Any) -> None:
-    if not isinstance(task, Mapping):
-        raise InputError("task", task, "is not a task.", "Choose one: task=passkey.")
-    if not isinstance(task.get("name"), str) or not task["name"].strip():
-        raise InputError("task.name", task.get("name"), "is not a name.", "Give the task a name: tables show it.")
-    check_target("task", task)
-    path = task.get("path")
-    if path is None:
-        return
-    if not isinstance(path, str) or not path.strip():
-        raise InputError("task.path", path, "is not a path.", "Give the file or folder with the data.")
-    if not os.path.exists(os.path.expanduser(path)):
-        raise InputError("task.path", path, "does not exist.", "Give the file or folder with the data.")
 
 
 def _check_folders(run: RunConfig) -> None:

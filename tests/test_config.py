@@ -141,6 +141,19 @@ def test_every_method_composes(method):
     assert set(run.method) >= {"scorer", "allocator", "protect", "codec"}
 
 
+# what some options need beside their name
+NEEDED = {"folder": ["model.path=."], "gguf": ["model.path=config.yaml"], "hub": ["model.path=org/name"]}
+
+
+@pytest.mark.parametrize("group", ["model", "protocol", "task", "tracker"])
+def test_every_option_that_is_shipped_composes_and_is_valid(group, monkeypatch):
+    monkeypatch.chdir(conf_dir())
+    for option in groups.options([conf_dir()])[group]:
+        needed = NEEDED.get(option, ["task.path=."] if option == "jsonl" or option.startswith("ruler/") else [])
+        run = run_of(f"{group}={option}", *needed)
+        assert getattr(run, group), option
+
+
 def test_method_values_reach_the_components():
     run = run_of("method.window=8", "method.kernel=5", "method.pooling=avg", "method.group=sum", "budget=9")
     assert run.method["scorer"] == {
