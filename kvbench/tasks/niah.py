@@ -53,11 +53,11 @@ def build(
     return made_task(name, "contains", made, max_new_tokens=40, chat=chat)
 
 
-def _depths(depths: Any) -> list[float]:
-    if isinstance(depths, Sequence) and not isinstance(depths, str):
-        return [depth_in_range("task.depths", depth) for depth in depths]
-    at_least("task.depths", depths, 1)
-    return [0.5] if depths == 1 else [i / (depths - 1) for i in range(depths)]
+def _depths(depths: int | Sequence[float]) -> list[float]:
+    if isinstance(depths, int):
+        at_least("task.depths", depths, 1)
+        return [0.5] if depths == 1 else [i / (depths - 1) for i in range(depths)]
+    return [depth_in_range("task.depths", depth) for depth in listed(depths)]
 
 
 @dataclass(frozen=True)
