@@ -43,7 +43,7 @@ demo: setup
 	$(PY) -m kvbench.run method=full protocol=blind experiment=demo runs=$(RUNS)
 	$(PY) -m kvbench.run -m method=snapkv protocol=blind,aware budget=128 experiment=demo runs=$(RUNS)
 	$(PY) -m kvbench.status runs=$(RUNS)
-	@echo "Records, summaries and tables are in $(RUNS)/demo/. Same command again: only what is missing is computed."
+	@echo "Configs, records and summaries are in $(RUNS)/demo/. Same command again: only what is missing is computed."
 
 report: setup
 	$(PY) -m kvbench.report runs=$(RUNS)
