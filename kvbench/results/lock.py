@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from filelock import MarkerSoftFileLock, SoftFileLease, Timeout
+from filelock import SoftFileLease, Timeout
 
 from kvbench.errors import InputError
 
@@ -66,7 +66,7 @@ def describe(lease: SoftFileLease) -> str:
 def cell_is_held(folder: Path) -> bool:
     """Whether a live process writes ``folder``: by its pid on this host, by the age of its heartbeat elsewhere."""
     marker = folder / LOCK_NAME
-    holder = MarkerSoftFileLock(marker).owner
+    holder = SoftFileLease(marker).owner
     if holder is None:
         return False
     if holder.hostname == own_host_name():
@@ -91,6 +91,6 @@ def process_exists(pid: int) -> bool:
 @functools.cache
 def own_host_name() -> str:
     """This host's name as lock markers spell it (containers get a suffix), read from a marker of our own."""
-    with tempfile.TemporaryDirectory() as folder, MarkerSoftFileLock(Path(folder) / LOCK_NAME) as lock:
+    with tempfile.TemporaryDirectory() as folder, SoftFileLease(Path(folder) / LOCK_NAME) as lock:
         owner = lock.owner
         return owner.hostname if owner is not None else ""

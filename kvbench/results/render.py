@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -201,7 +202,7 @@ def bucket_table(rows: DataFrame) -> list[list[str]]:
 
 # -- the end of a run --------------------------------------------------------------------------------------------
 
-TERMINAL_WIDTHS = [16, 8, 8, 7, None, None, None, None, 16]  # with the numbers between, at most 100 columns
+TEXT_WIDTH, BUDGET_WIDTH = 16, 8  # longer texts go on in the next line; with the numbers, at most 100 columns
 
 
 def end_of_run_table(cells: Sequence[Cell]) -> str:
@@ -217,8 +218,8 @@ def end_of_run_table(cells: Sequence[Cell]) -> str:
         rows = sorted(rows, key=lambda row: protocol_order(row["protocol"]))
         lines = [terminal_line(row) for row in sorted(rows, key=lambda row: row_position(frame, row))]
         headers = ["method", "budget", "protocol", "n", "score", "95% CI", "KV", "tok/s", "not ok"]
-        # As a row of the body: tabulate pads headers, and 100 columns are few.
-        table = tabulate([headers, *lines], tablefmt="plain", disable_numparse=True, maxcolwidths=TERMINAL_WIDTHS)
+        # The headers go in as a row: tabulate pads headers, and 100 columns are few.
+        table = tabulate([headers, *lines], tablefmt="plain", disable_numparse=True)
         texts.append(f"{task} ({metric}), model {model}\n{table}")
     ended_badly = [unfinished_line(cell) for cell in cells if cell.status != "done"]
     return "\n\n".join([*texts, *(["\n".join(ended_badly)] if ended_badly else [])])
@@ -233,8 +234,8 @@ def terminal_line(row: Row) -> list[str]:
     """One cell's line."""
     interval = f"{row['ci_low']:.1f}..{row['ci_high']:.1f}" if known(row["ci_low"]) else UNKNOWN
     return [
-        " ".join(filter(None, [str(row["method"]), row["variant"]])),
-        str(row["budget"]),
+        "\n".join(textwrap.wrap(f"{row['method']} {row['variant']}", TEXT_WIDTH)),
+        "\n".join(textwrap.wrap(str(row["budget"]), BUDGET_WIDTH)),
         row["protocol"],
         out_of(row["n"], row["expected"]),
         number(row["score"]),
