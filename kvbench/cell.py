@@ -137,18 +137,22 @@ def check_lengths(cell: Cell) -> None:
 
 
 def by_context(samples: tuple[Sample, ...]) -> Iterator[tuple[Sample, ...]]:
-    """Samples that share a context, together, in the order in which the contexts first appear."""
-    groups: dict[str, list[Sample]] = {}
+    """Samples that share a context, together, in the order in which the contexts first appear.
+
+    Those that name a group share its context; others do if their texts before the question are the same.
+    """
+    groups: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
-        groups.setdefault(f"group {sample.group}" if sample.group else f"sample {sample.id}", []).append(sample)
+        text = sample.instruction + sample.context
+        groups.setdefault(("group", sample.group) if sample.group else ("text", text), []).append(sample)
     yield from (tuple(group) for group in groups.values())
 
 
 def other_question(sample: Sample, samples: tuple[Sample, ...]) -> str:
     """The question that protocol=swapped asks before ``sample``'s own, the same in every run.
 
-    The sample's own ``other_question``; else the next different question about the same context; else the next different
-    question of the task. InputError if the task asks everybody the same.
+    The sample's own ``other_question``; else the next different question about the same context; else the next
+    different question of the task. InputError if the task asks everybody the same.
     """
     if sample.other_question is not None:
         return sample.other_question

@@ -199,14 +199,16 @@ class SampleRunner:
                 if self.cell.run.dump_prompts:
                     self._dump(sample, prompt)
                 if context is None or context.ids != prompt.context_ids:
-                    context = ContextRun(self.engine, prompt.context_ids, self.cell.method.query_window)
-                record |= self.run(sample, prompt, context, shared=len(wanted) > 1)
+                    context = ContextRun(
+                        self.engine, prompt.context_ids, self.cell.method.query_window, shared=len(group) > 1
+                    )
+                record |= self.run(sample, prompt, context)
             except Exception as error:
                 log.exception("sample %s failed", sample.id)
                 record |= {"status": "failed", "score": None, "error": f"{type(error).__name__}: {error}"}
             yield record
 
-    def run(self, sample: Sample, prompt: Prompt, context: ContextRun, shared: bool) -> dict[str, Any]:
+    def run(self, sample: Sample, prompt: Prompt, context: ContextRun) -> dict[str, Any]:
         """The measured part of a sample's record."""
         cell = self.cell
         if self.engine.device.type == "cuda":
@@ -216,8 +218,8 @@ class SampleRunner:
             other = self._question_ids(other_question(sample, cell.task.samples), sample.answer_prefix)
         new = cell.max_new_tokens(sample)
         planned = plan(cell.switches, len(prompt.context_ids), prompt.question_ids, other, cell.budget)
-        started = start(context, cell.method, planned, prompt.question_ids, new, self.rotation, shared)
-        if not shared:
+        started = start(context, cell.method, planned, prompt.question_ids, new, self.rotation)
+        if not context.shared:
             context.release()  # the answer needs the cache alone
         at_first_decode = started.cache
         measured = {

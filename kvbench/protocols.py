@@ -71,21 +71,41 @@ def plan(
 
 @dataclass
 class ContextRun:
-    """One context's capture and its blind compression, shared by all questions about it."""
+    """One context's capture and its blind compression, shared by all questions about it.
+
+    ``shared`` says that other questions about the context exist. Then the context is prefilled once, alone, and each
+    question extends it; otherwise what a sample needs is captured in a single pass.
+    """
 
     engine: Engine
     ids: tuple[int, ...]
     query_window: int
+    shared: bool = False
     prefill_s: float = 0.0
     _capture: Capture | None = None
     _blind: dict[tuple[int, int], Compressed] = field(default_factory=dict)
 
-    def capture(self) -> Capture:
+    def context(self) -> Capture:
+        """The capture of the context alone."""
         if self._capture is None:
             started = self.now()
             self._capture = self.engine.prefill(self.ids, self.query_window)
             self.prefill_s = self.now() - started
         return self._capture
+
+    def capture(self, following: tuple[int, ...]) -> tuple[Capture, float]:
+        """The capture of the context followed by these tokens, and the seconds that it cost (the context's included).
+
+        A context that other questions share is not prefilled again; its seconds are those it cost when it was.
+        """
+        if self.shared or not following:
+            context = self.context()
+            started = self.now()
+            capture = self.engine.extend(context, following, self.query_window) if following else context
+            return capture, self.prefill_s + self.now() - started
+        started = self.now()
+        capture = self.engine.prefill((*self.ids, *following), self.query_window, context=len(self.ids))
+        return capture, self.now() - started
 
     def release(self) -> None:
         """Lets go of the capture; a later question would compute it again."""
@@ -118,28 +138,36 @@ def start(
     question: Sequence[int],
     room: int,
     rotation: Rotation | None = None,
-    shared: bool = False,
 ) -> Start:
     """Captures, compresses and feeds, up to the logits of the first answer token.
 
-    ``room`` is the number of answer tokens to set space aside for. ``shared`` keeps a blind context's compressed cache
-    for the next question about it, and works on a copy.
+    ``room`` is the number of answer tokens to set space aside for. Where the context is shared, its blind compressed
+    cache is kept for the next question and this one works on a copy.
     """
-    engine, context = run.engine, run.capture()
-    started = run.now()
-    capture = engine.extend(context, plan.captured, run.query_window) if plan.captured else context
-    first = None
-    if plan.first_from_full:
-        same = plan.captured == tuple(question)
-        first = (capture if same else engine.extend(context, question)).logits
-    extended = run.now()
-    compressed = _compress(run, method, plan, capture, room + len(plan.fed), rotation, shared)
+    engine, asked = run.engine, tuple(question)
+    # A method that stores everything unchanged need not feed what prefill has computed: the question's entries and the
+    # logits after it are taken over from the capture, as in plain generation.
+    adopt = method.lossless and (plan.captured == asked or not (run.shared or plan.captured))
+    capture, prefill_s = run.capture(asked if adopt else plan.captured)
+    first: torch.Tensor | None = None
+    if plan.first_from_full and not adopt:
+        if plan.captured == asked:
+            first = capture.logits
+        else:
+            full, more = run.capture(asked)
+            first, prefill_s = full.logits, prefill_s + more
+    before = run.now()
+    compressed = _compress(run, method, plan, capture, room + len(plan.fed), rotation)
     compressed_at = run.now()
     cache = compressed.cache
     check_entries(compressed, plan.region)
     fingerprint = cache.fingerprint()
     fed_from = run.now()
-    logits = engine.feed(cache, plan.fed) if plan.fed else None
+    if adopt:
+        adopt_entries(cache, capture)
+        logits = capture.logits
+    else:
+        logits = engine.feed(cache, plan.fed) if plan.fed else None
     fed_at = run.now()
     logits = logits if first is None else first
     if logits is None:
@@ -149,17 +177,25 @@ def start(
         logits=logits,
         compressed=compressed,
         fingerprint=fingerprint,
-        prefill_s=run.prefill_s + (extended - started),
-        compress_s=compressed_at - extended,
+        prefill_s=prefill_s,
+        compress_s=compressed_at - before,
         feed_s=fed_at - fed_from,
-        bytes_full=capture.nbytes(context.tokens + len(question)),
+        bytes_full=capture.nbytes(len(run.ids) + len(question)),
     )
 
 
+def adopt_entries(cache: Cache, capture: Capture) -> None:
+    """Adds to an uncompressed cache the captured entries that it lacks, up to the capture's last token."""
+    for held, layer in zip(cache.layers, capture.layers, strict=True):
+        held.append(layer.keys[:, cache.next_position :], layer.values[:, cache.next_position :])
+        held.settle()
+    cache.next_position = capture.tokens
+
+
 def _compress(
-    run: ContextRun, method: Method, plan: Plan, capture: Capture, room: int, rotation: Rotation | None, shared: bool
+    run: ContextRun, method: Method, plan: Plan, capture: Capture, room: int, rotation: Rotation | None
 ) -> Compressed:
-    if plan.captured or not shared:
+    if plan.captured or not run.shared:
         return method.compress(capture, plan.region, plan.budget, room, rotation)
     key = (id(method), plan.budget)
     if key not in run._blind:

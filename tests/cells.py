@@ -47,12 +47,13 @@ def begin(
     compact: bool = False,
     run: ContextRun | None = None,
     room: int = 16,
+    shared: bool = True,
 ) -> Start:
     """Everything up to the logits of the first answer token."""
-    run = run or ContextRun(engine, tuple(context), method.query_window)
+    run = run or ContextRun(engine, tuple(context), method.query_window, shared=shared)
     planned = plan(switches, len(context), question, other, Budget.parse(budget))
     rotation = discover(engine) if compact else None
-    return start(run, method, planned, question, room, rotation, shared=True)
+    return start(run, method, planned, question, room, rotation)
 
 
 def answer(engine: Engine, started: Start, new: int = 12) -> list[int]:

@@ -76,7 +76,9 @@ def test_only_the_sample_itself_decides_what_is_kept(method: str, tmp_path: Path
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tiny_contexts_and_extreme_fractions(method: str, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "tiny.jsonl", [sample(f"n{n}", words(n, n + 1), f"why {n}?") for n in (0, 1, 2, 5, 33)])
+    data = write_jsonl(
+        tmp_path / "tiny.jsonl", [sample(f"n{n}", words(n, n + 1), f"why {n}?") for n in (0, 1, 2, 5, 33)]
+    )
     for fraction in (0.5, 0.1, 0.01):
         for protocol in PROTOCOLS:
             folder = tmp_path / f"{fraction}-{protocol}"

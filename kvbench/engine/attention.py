@@ -90,9 +90,9 @@ def causal_attention(
 ) -> torch.Tensor:
     """Attention of the last q positions over s keys, causal and aligned to the bottom right.
 
-    query [rows, query_heads, q, dim]; keys, values [rows, kv_heads, s, dim] with q <= s, where the last q keys belong to
-    the queries' own tokens. Returns [rows, query_heads, q, dim]. Keys and values are never repeated for grouped queries
-    where a mask is needed, and never in storage.
+    query [rows, query_heads, q, dim]; keys, values [rows, kv_heads, s, dim] with q <= s, where the last q keys belong
+    to the queries' own tokens. Returns [rows, query_heads, q, dim]. Keys and values are never repeated for grouped
+    queries where a mask is needed, and never in storage.
     """
     q, s = query.shape[2], keys.shape[2]
     window = options.sliding_window

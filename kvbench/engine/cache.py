@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from kvbench.engine.attention import AttentionOptions, causal_attention
 
@@ -154,13 +155,14 @@ class Cache:
     def fingerprint(self) -> str:
         """A hash of what is stored, bit for bit: shapes, dtypes and contents of every tensor, and the next position."""
         digest = hashlib.sha256(str(self.next_position).encode())
-        parts: list[tuple[str, torch.Tensor]] = []
-        for layer in self.layers:
-            for name, tensor in sorted(layer.tensors().items()):
-                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                parts.append((name, content_hash(tensor)))
-        for value in [hashed.cpu() for _, hashed in parts]:
-            digest.update(value.numpy().tobytes())
+        tensors = [(name, tensor) for layer in self.layers for name, tensor in sorted(layer.tensors().items())]
+        for name, tensor in tensors:
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for _, tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for held in by_device.values():
+            digest.update(content_hash(held).cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -172,15 +174,22 @@ def with_room(entries: torch.Tensor, room: int) -> torch.Tensor:
     return buffer
 
 
-def content_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 [2]: a position-dependent hash of a tensor's bits, computed where the tensor lies.
+HASH_WORDS = 1 << 24  # words hashed at once
 
-    Hashing on the device keeps a cache of gigabytes from travelling to the host. Two sums modulo 2**64, with different
-    odd weights per position: a changed, moved or swapped entry changes them.
+
+def content_hash(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """int64 [2]: a position-dependent hash of the tensors' bits, computed on the device where they all lie.
+
+    Hashing there keeps a cache of gigabytes from travelling to the host. Two sums modulo 2**64 with different odd
+    weights per position: a changed, moved or swapped entry changes them.
     """
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.contiguous().view(words).reshape(-1).long()
-    at = torch.arange(bits.numel(), device=bits.device)
-    first = ((at * 2 + 1) * 0x9E3779B97F4A7C1) ^ (at >> 7)
-    second = (at * 0x2545F4914F6CDD1D + 0x1B873593) | 1
-    return torch.stack([(bits * first).sum(), ((bits ^ (bits << 13)) * second).sum()])
+    flat = torch.cat([tensor.contiguous().view(torch.uint8).reshape(-1) for tensor in tensors])
+    words = F.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), HASH_WORDS):
+        bits = words[start : start + HASH_WORDS].long()
+        at = torch.arange(start, start + bits.numel(), device=bits.device)
+        first = (at * 2 + 1) * 0x9E3779B97F4A7C1 ^ (at >> 7)
+        second = (at * 0x2545F4914F6CDD1D + 0x1B873593) | 1
+        sums += torch.stack([(bits * first).sum(), ((bits ^ (bits << 13)) * second).sum()])
+    return sums

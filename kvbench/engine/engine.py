@@ -62,14 +62,15 @@ class Engine:
         self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], query_window: int = 0) -> Capture:
+    def prefill(self, ids: Sequence[int], query_window: int = 0, context: int | None = None) -> Capture:
         """The uncompressed pass over a context; ``query_window`` last queries of every layer are kept for scorers.
 
+        ``context`` is how many of the tokens are the context's, if a question follows in the same pass.
         An empty context gives layers of no entries, so that every later step has the shapes it needs.
         """
         if not ids:
-            return empty(self.prefill([0]))
-        seed = int.from_bytes(hashlib.sha256(repr(tuple(ids)).encode()).digest()[:7], "big")
+            return empty(self.prefill([0], query_window))
+        seed = int.from_bytes(hashlib.sha256(repr(tuple(ids[:context])).encode()).digest()[:7], "big")
         return self._capture(Capture((), 0, None), ids, query_window, seed)
 
     @torch.inference_mode()
@@ -139,7 +140,7 @@ class Engine:
         current, every = CachedPass(caches), 1 if self.device.type == "cpu" else EOS_CHECK_STEPS
         steps = 0
         for step in range(stop.max_new_tokens):
-            # The largest logit is NaN if any is; a row that has ended no longer counts. Masked-out (-inf) logits are fine.
+            # The largest logit is NaN if any is. Masked-out (-inf) logits are fine, ended rows count no more.
             finite &= torch.isfinite(logits.max(dim=-1).values) | ended
             if step < stop.min_new_tokens:
                 logits = logits.index_fill(-1, stop_ids, float("-inf"))

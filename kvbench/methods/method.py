@@ -12,7 +12,7 @@ from kvbench.engine.cache import Cache, LayerCache, SlidingLayer
 from kvbench.engine.capture import Capture, LayerCapture
 from kvbench.engine.rotation import Rotation
 from kvbench.methods.allocators import Allocator
-from kvbench.methods.codecs import Codec
+from kvbench.methods.codecs import Codec, Plain
 from kvbench.methods.scorers import Scorer
 from kvbench.methods.selection import Protect, select
 
@@ -57,6 +57,11 @@ class Method:
     @property
     def evicts(self) -> bool:
         return self.scorer is not None
+
+    @property
+    def lossless(self) -> bool:
+        """Does the cache hold all keys and values as they were computed, whatever the budget?"""
+        return not self.evicts and isinstance(self.codec, Plain)
 
     @property
     def query_window(self) -> int:
