@@ -80,7 +80,8 @@ def file_name(text: str) -> str:
 def applies_budget(method: Mapping[str, Any] | None) -> bool:
     """False for a method that drops nothing: a budget cannot change its cells, so a sweep must not repeat them."""
     method = method or {}
-    return method.get("name") != "full" and method.get("evicts", True) is not False
+    scores_nothing = "scorer" in method and method["scorer"] is None
+    return not (scores_nothing or method.get("name") == "full" or method.get("evicts", True) is False)
 
 
 def budget_text(config: Mapping[str, Any]) -> str:

@@ -14,6 +14,8 @@ from kvbench.results.identity import applies_budget, budget_text
 from kvbench.results.statistics import bootstrap_ci95, mean
 
 Record = Mapping[str, Any]
+# What a sample's time is made of; feeding is what passes tokens through the compressed cache before the first answer's.
+SECONDS = ("prefill_s", "compress_s", "feed_s", "decode_s")
 LENGTH_BUCKETS = (("0-4k", 0, 4000), ("4-8k", 4000, 8000), ("8k+", 8000, float("inf")))  # LongBench-E's, in words
 
 
@@ -123,7 +125,7 @@ def time_summary(ok: Sequence[Record]) -> dict[str, Any]:
     peaks = [record["peak_bytes"] for record in ok if record.get("peak_bytes") is not None]
     notes = sorted({record["peak_bytes_note"] for record in ok if record.get("peak_bytes_note")})
     return {
-        **{name: mean(record.get(name) for record in ok) for name in ("prefill_s", "compress_s", "decode_s")},
+        **{name: mean(record.get(name) for record in ok) for name in SECONDS},
         "tokens_per_s": sum(record["new_tokens"] for record in timed) / seconds if seconds > 0 else None,
         "peak_bytes": max(peaks) if peaks else None,
         "peak_bytes_note": None if peaks else "; ".join(notes) or None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.results.cells import Cell
 from kvbench.results.statistics import bootstrap_ci95, mean
-from kvbench.results.summary import LENGTH_BUCKETS, record_group, summarise
+from kvbench.results.summary import LENGTH_BUCKETS, SECONDS, record_group, summarise
 
 if TYPE_CHECKING:  # pandas takes half a second to import: the commands that print help must not wait for it
     from pandas import DataFrame
@@ -46,7 +46,7 @@ def cell_row_columns() -> list[str]:
     """The frame's columns."""
     names = ["experiment", "task", *ROW_KEYS, "protocol", "status", "metric", "has_question", "n", "expected"]
     names += ["score", "ci_low", "ci_high", "kv_share", "kept_entries", "entries_at_first_decode"]
-    names += ["kv_bytes_device", "kv_bytes_host", "kv_bytes_full", "prefill_s", "compress_s", "decode_s"]
+    names += ["kv_bytes_device", "kv_bytes_host", "kv_bytes_full", *SECONDS]
     names += ["tokens_per_s", "peak_bytes", "ok", *WRONG, "answer_lost"]
     return [*names, *(f"{what}_{name}" for name, *_ in LENGTH_BUCKETS for what in ("score", "n")), "folder"]
 
@@ -71,7 +71,7 @@ def cell_row(cell: Cell, variant: str) -> dict[str, Any]:
         "kept_entries": summary["budget"]["kept_entries"],
         "entries_at_first_decode": kv["entries_at_first_decode"],
         **{f"kv_{name}": kv[name] for name in ("bytes_device", "bytes_host", "bytes_full")},
-        **{name: time[name] for name in ("prefill_s", "compress_s", "decode_s", "tokens_per_s", "peak_bytes")},
+        **{name: time[name] for name in (*SECONDS, "tokens_per_s", "peak_bytes")},
         **summary["counts"],
         **{f"{what}_{name}": buckets.get(name, {}).get(what) for name, *_ in LENGTH_BUCKETS for what in ("score", "n")},
         "folder": str(cell.folder),
@@ -91,12 +91,25 @@ def variant_texts(cells: Sequence[Cell]) -> dict[Any, str]:
     texts = {}
     for family in families.values():
         flat = {cell.folder: flatten(cell.identity) for cell in family if cell.identity}
-        keys = sorted({key for values in flat.values() for key in values} - NAMED_PARTS)
-        differing = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
+        differing = differing_keys(list(flat.values()))
         for cell in family:
             values = flat.get(cell.folder, {})
             texts[cell.folder] = ", ".join(f"{key}={short(values[key])}" for key in differing if key in values)
     return texts
+
+
+def differing_keys(identities: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values differ between flattened identities, shortest first.
+
+    Of several that say the same (``method.window`` and ``method.scorer.window``) only the shortest is named.
+    """
+    keys = sorted({key for values in identities for key in values} - NAMED_PARTS, key=lambda key: (key.count("."), key))
+    named: dict[tuple[str, ...], str] = {}
+    for key in keys:
+        column = tuple(repr(values.get(key)) for values in identities)
+        if len(set(column)) > 1:
+            named.setdefault(column, key)
+    return list(named.values())
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -101,7 +101,9 @@ def test_different_budgets(one, other):
     assert cell_label(make_run(budget=one)) != cell_label(make_run(budget=other))
 
 
-@pytest.mark.parametrize("method", ["full", {"name": "kivi", "bits": 2, "evicts": False}])
+@pytest.mark.parametrize(
+    "method", ["full", {"name": "kivi", "bits": 2, "evicts": False}, {"name": "codec", "scorer": None}]
+)
 def test_a_method_that_drops_nothing_is_one_cell_for_all_budgets(method):
     runs = [make_run(method=method, budget=budget) for budget in (64, 0.5, "full")]
     assert len({identity_hash(run) for run in runs}) == 1

@@ -68,6 +68,7 @@ def test_golden_summary():
         "time": {
             "prefill_s": 1.5,
             "compress_s": 0.25,
+            "feed_s": None,
             "decode_s": 2.0,
             "tokens_per_s": 5.0,
             "peak_bytes": None,

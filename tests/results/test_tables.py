@@ -126,6 +126,13 @@ def test_cells_that_differ_in_anything_else_stay_apart(tmp_path):
     assert "variant" in formatted(table)[0] and "seed" in formatted(table)[0]
 
 
+def test_a_setting_that_is_repeated_inside_is_named_once(tmp_path):
+    for window in (8, 32):
+        method = {"name": "snapkv", "scorer": {"window": window}, "window": window, "protect": {"recent": window}}
+        write_cell(make_run(tmp_path, method=method), scored(1))
+    assert list(cells_frame(read_cells(tmp_path))["variant"]) == ["method.window=32", "method.window=8"]
+
+
 def test_two_protocols_of_one_variant_share_a_row(tmp_path):
     for window in (8, 32):
         for protocol in ("blind", "aware", "swapped"):
