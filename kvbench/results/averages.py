@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbench.results.cells import Cell
 from kvbench.results.statistics import mean
-from kvbench.results.tables import ROW_KEYS, WRONG, task_table
+from kvbench.results.tables import ROW_KEYS, WRONG, known, rows_with, task_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -23,19 +24,22 @@ def average_table(frame: DataFrame, cells: Sequence[Cell], benchmark: str) -> tu
     """
     import pandas as pd
 
-    part = frame[frame["task"].str.startswith(f"{benchmark}/")]
-    tasks = sorted(part["task"].unique())
+    part = frame.loc[frame["task"].str.startswith(f"{benchmark}/"), :]
+    tasks = sorted(set(part["task"]))
     if len(tasks) < 2:
         return None
-    rows = [average_row(dict(zip([*ROW_KEYS, "protocol"], key, strict=True)), group, len(tasks))
-            for key, group in part.groupby([*ROW_KEYS, "protocol"], sort=False)]  # fmt: skip
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in part.to_dict("records"):
+        groups[tuple(row[key] for key in (*ROW_KEYS, "protocol"))].append(row)
+    rows = [average_row(group, len(tasks)) for group in groups.values()]
     average = pd.DataFrame(rows)
     average["budget"] = pd.Series([row["budget"] for row in rows], dtype=object)
     table = task_table(average, [])
-    with_question = sorted(part[part["has_question"].astype(bool)]["task"].unique())
+    with_question = sorted({row["task"] for row in part.to_dict("records") if row["has_question"]})
     notes = [f"Mean over {len(tasks)} tasks: {', '.join(name.split('/', 1)[1] for name in tasks)}."]
     if {"blind", "aware"} <= set(part["protocol"]) and with_question:
-        table["gap"] = average_gaps(table, [task_table(part[part["task"] == name], cells) for name in with_question])
+        of_tasks = [task_table(rows_with(part, "task", name), cells) for name in with_question]
+        table["gap"] = average_gaps(table, of_tasks)
         table["gap_n"] = len(with_question)
         left_out = [name.split("/", 1)[1] for name in tasks if name not in with_question]
         if left_out:
@@ -43,33 +47,33 @@ def average_table(frame: DataFrame, cells: Sequence[Cell], benchmark: str) -> tu
     return table, notes
 
 
-def average_row(words: dict[str, Any], group: DataFrame, tasks: int) -> dict[str, Any]:
-    """One row of averages over the cells in ``group``, in the columns that :func:`task_table` reads."""
-    scored = group[group["score"].notna()]
-    complete = len(scored) == tasks
-    known_share = complete and bool(group["kv_share"].notna().all())
+def average_row(group: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, Any]:
+    """One row of averages over the tasks' rows in ``group``, in the columns that :func:`task_table` reads."""
+    scores = [row["score"] for row in group if known(row["score"])]
+    shares = [row["kv_share"] for row in group if known(row["kv_share"])]
+    average = mean(scores) if len(scores) == tasks else None
     return {
-        **words,
+        **{key: group[0][key] for key in (*ROW_KEYS, "protocol")},
         "has_question": False,  # the gap is over some of the tasks only, and is added afterwards
-        "score": round(float(scored["score"].astype(float).mean()), 2) if complete else None,
+        "score": None if average is None else round(average, 2),
         "ci_low": None,
         "ci_high": None,
-        "n": len(scored),
+        "n": len(scores),
         "expected": tasks,
-        "kv_share": mean(group["kv_share"]) if known_share else None,
-        **{name: int(group[name].sum()) for name in WRONG},
+        "kv_share": mean(shares) if len(shares) == tasks else None,
+        **{name: sum(row[name] for row in group) for name in WRONG},
     }
 
 
 def average_gaps(table: DataFrame, of_tasks: Sequence[DataFrame]) -> list[float | None]:
     """For each row of ``table`` the mean of the tasks' gaps, or None where a task has none."""
-    known = [
+    gaps_of_tasks = [
         {tuple(row[key] for key in ROW_KEYS): row["gap"] for row in rows.to_dict("records")} if "gap" in rows else {}
         for rows in of_tasks
     ]
     averages = []
     for row in table.to_dict("records"):
-        gaps = [task.get(tuple(row[key] for key in ROW_KEYS)) for task in known]
-        there = [gap for gap in gaps if gap is not None and gap == gap]  # pandas writes a missing number as NaN
-        averages.append(round(sum(there) / len(there), 2) if len(there) == len(gaps) else None)
+        gaps = [task.get(tuple(row[key] for key in ROW_KEYS)) for task in gaps_of_tasks]
+        average = mean(gaps) if all(known(gap) for gap in gaps) else None
+        averages.append(None if average is None else round(average, 2))
     return averages

@@ -15,7 +15,7 @@ from kvbench.results.checks import last_line
 from kvbench.results.files import write_whole
 from kvbench.results.identity import file_name
 from kvbench.results.summary import LENGTH_BUCKETS
-from kvbench.results.tables import WRONG, cells_frame, protocol_order, task_table
+from kvbench.results.tables import WRONG, cells_frame, known, protocol_order, rows_with, task_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -39,13 +39,13 @@ def write_tables(cells: Sequence[Cell]) -> list[Path]:
     """
     frame = cells_frame(cells)
     folders = {str(cell.folder): cell.experiment_folder for cell in cells if cell.fault is None}
-    experiments = frame["folder"].map(folders)
+    frame["folder_of_experiment"] = [str(folders[name]) for name in frame["folder"]]
     written = []
-    for experiment in experiments.unique():
-        part = frame[experiments == experiment]
-        folder = experiment / "tables"
-        for task in part["task"].unique():
-            rows = part[part["task"] == task]
+    for experiment in dict.fromkeys(frame["folder_of_experiment"]):
+        part = rows_with(frame, "folder_of_experiment", experiment)
+        folder = Path(experiment, "tables")
+        for task in dict.fromkeys(part["task"]):
+            rows = rows_with(part, "task", task)
             written += write_table(folder, task, rows, task_table(rows, cells), task_notes(rows, cells))
         for benchmark in BENCHMARKS:
             if average := average_table(part, cells, benchmark):
@@ -60,7 +60,7 @@ def write_table(folder: Path, task: str, rows: DataFrame, table: DataFrame, note
     path.parent.mkdir(parents=True, exist_ok=True)
     headers, body = formatted(table)
     metrics = sorted(set(rows["metric"])) if not task.endswith("/average") else ["mean of task means"]
-    caption = f"{task}: {', '.join(metrics)}; model {', '.join(sorted(rows['model'].unique()))}"
+    caption = f"{task}: {', '.join(metrics)}; model {', '.join(sorted(set(rows['model'])))}"
     buckets = bucket_table(rows) if task.startswith("longbench_e/") and not task.endswith("/average") else None
     texts = {
         "csv": table.to_csv(index=False),
@@ -112,11 +112,6 @@ def formatted(table: DataFrame) -> tuple[list[str], list[list[str]]]:
         line.append("; ".join(f"{name}: {text}" for name, text in wrong if text) or UNKNOWN)
         body.append(line)
     return headers, body
-
-
-def known(value: Any) -> bool:
-    """Neither None nor pandas' NaN for a missing number."""
-    return value is not None and value == value
 
 
 def number(value: Any, pattern: str = ".2f") -> str:

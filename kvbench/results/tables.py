@@ -42,6 +42,16 @@ def cells_frame(cells: Sequence[Cell]) -> DataFrame:
     return frame
 
 
+def rows_with(frame: DataFrame, column: str, value: Any) -> DataFrame:
+    """The rows whose ``column`` has this value."""
+    return frame.loc[frame[column] == value, :]
+
+
+def known(value: Any) -> bool:
+    """Neither None nor pandas' NaN for a missing number."""
+    return value is not None and value == value
+
+
 def cell_row_columns() -> list[str]:
     """The frame's columns."""
     names = ["experiment", "task", *ROW_KEYS, "protocol", "status", "metric", "has_question", "n", "expected"]
