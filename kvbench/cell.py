@@ -62,6 +62,7 @@ class Preparation:
     def cell(self, run: RunConfig) -> Cell:
         """Raises InputError for what only the model, the data or the method's own code can tell."""
         source, encoder = self._source(run)
+        run.model.name = source.name  # "gguf" or "folder" says nothing: the file's name does
         method = build(run.method, lambda part: instantiate("method", part))
         task = self._task(run, encoder)
         switches = Switches(run.protocol.name, run.budget_scope, run.question_evictable, run.first_token)
@@ -148,18 +149,18 @@ def by_context(samples: tuple[Sample, ...]) -> Iterator[tuple[Sample, ...]]:
     yield from (tuple(group) for group in groups.values())
 
 
-def other_question(sample: Sample, samples: tuple[Sample, ...]) -> str:
-    """The question that protocol=swapped asks before ``sample``'s own, the same in every run.
+def other_question(sample: Sample, samples: tuple[Sample, ...]) -> tuple[str, str]:
+    """The question that protocol=swapped asks before ``sample``'s own, with its answer prefix; the same in every run.
 
     The sample's own ``other_question``; else the next different question about the same context; else the next
     different question of the task. InputError if the task asks everybody the same.
     """
     if sample.other_question is not None:
-        return sample.other_question
+        return sample.other_question, sample.other_answer_prefix
     at = next(i for i, candidate in enumerate(samples) if candidate.id == sample.id)
     following = [s for s in (*samples[at + 1 :], *samples[:at]) if s.error is None and s.question != sample.question]
     same_context = [s for s in following if sample.group and s.group == sample.group]
     chosen = next(iter(same_context or following), None)
     if chosen is None:
         raise InputError("protocol", "swapped", "all samples ask the same question.", "Use blind or aware.")
-    return chosen.question
+    return chosen.question, chosen.answer_prefix

@@ -47,7 +47,7 @@ def read(argv: Sequence[str]) -> Command:
     """The command line ``argv`` (without the program's name). Raises InputError for flags that do not exist."""
     parser = get_args_parser()
     parser.error = _flag_error  # type: ignore[method-assign]  # argparse would print Hydra's whole usage
-    args = parser.parse_args(list(argv))
+    args = parser.parse_intermixed_args(list(argv))  # overrides may stand before and after flags
     if args.config_path is not None:
         raise InputError("--config-path", args.config_path, "is not supported.", "Add your own folder: --config-dir.")
     if args.config_dir is not None and not Path(args.config_dir).is_dir():

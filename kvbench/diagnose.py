@@ -64,9 +64,13 @@ def syntax(text: str, error: Exception) -> InputError:
     """For an argument that is not a readable key=value."""
     key, equals, value = text.partition("=")
     if not equals:
-        return InputError(text.strip() or "argument", "", "is not of the form key=value.", "Example: budget=128. Keys: see --help.")
+        return InputError(
+            text.strip() or "argument", "", "is not of the form key=value.", "Example: budget=128. Keys: see --help."
+        )
     said = _one_line(str(error).split("\n")[0])
-    return InputError(key.strip() or "argument", value, f"cannot be read: {said}.", f"Quotes may help: '{key}=\"...\"'.")
+    return InputError(
+        key.strip() or "argument", value, f"cannot be read: {said}.", f"Quotes may help: '{key}=\"...\"'."
+    )
 
 
 def wrong_option(override: Override, options: Mapping[str, Sequence[str]]) -> InputError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from kvbench.cell import Cell, Preparation, by_context, other_question
 from kvbench.config import RunConfig
@@ -27,7 +29,7 @@ from kvbench.results.environment import env
 from kvbench.results.folder import TaskInfo
 from kvbench.results.progress import Progress
 from kvbench.results.summary import summarise
-from kvbench.results.tracker import open_tracker
+from kvbench.results.tracker import Tracker, open_tracker
 from kvbench.tasks import scoring
 from kvbench.tasks.sample import Sample
 
@@ -97,6 +99,8 @@ def run_cells(runs: Sequence[RunConfig]) -> int:
 
 def log_to_terminal() -> None:
     """What kvbench says at INFO and others at WARNING, on stderr, unless the caller has set logging up."""
+    if not sys.stderr.isatty():  # bars are for terminals: in a log file they are noise
+        transformers.logging.disable_progress_bar()
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
         logging.getLogger("kvbench").setLevel(logging.INFO)
@@ -158,8 +162,19 @@ def compute_missing(cell: Cell, store: CellStore, models: Models) -> None:
         return
     log.info("%s: %d of %d samples to run", store.folder, len(missing), len(cell.samples))
     tracker = open_tracker(cell.run.tracker, cell.run, store.folder)
+    code = 1
+    try:
+        run_samples(cell, store, models, missing, tracker)
+        code = 0
+    finally:
+        tracker.finish(summarise(cell.run, store.task, store.records()), code)
+
+
+def run_samples(cell: Cell, store: CellStore, models: Models, missing: set[str], tracker: Tracker) -> None:
+    """Computes and stores the records of the missing samples, context by context."""
     runner: SampleRunner | None = None
-    with Progress(len(cell.samples), cell.task.name, done=len(cell.samples) - len(missing)) as progress:
+    done = len(cell.samples) - len(missing)
+    with Progress(len(cell.samples), cell.task.name, done=done) as progress:
         for group in by_context(cell.task.samples):
             wanted = [sample for sample in group if sample.id in missing]
             if not wanted:
@@ -171,7 +186,6 @@ def compute_missing(cell: Cell, store: CellStore, models: Models) -> None:
                 progress.update(note=record["sample_id"])
                 if cell.run.fail_fast and record["status"] == "failed":
                     raise SampleError(f"sample {record['sample_id']}: {record['error']}")
-    tracker.finish(summarise(cell.run, store.task, store.records()))
 
 
 class SampleRunner:
@@ -215,7 +229,7 @@ class SampleRunner:
             torch.cuda.reset_peak_memory_stats(self.engine.device)
         other = None
         if cell.switches.protocol == "swapped":
-            other = self._question_ids(other_question(sample, cell.task.samples), sample.answer_prefix)
+            other = self._question_ids(*other_question(sample, cell.task.samples))
         new = cell.max_new_tokens(sample)
         planned = plan(cell.switches, len(prompt.context_ids), prompt.question_ids, other, cell.budget)
         started = start(context, cell.method, planned, prompt.question_ids, new, self.rotation)

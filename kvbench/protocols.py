@@ -73,14 +73,14 @@ def plan(
 class ContextRun:
     """One context's capture and its blind compression, shared by all questions about it.
 
-    ``shared`` says that other questions about the context exist. Then the context is prefilled once, alone, and each
-    question extends it; otherwise what a sample needs is captured in a single pass.
+    The context is prefilled once, alone, and each question extends it, so that what is stored of a context does not
+    depend, not even in its rounding, on what follows it or on which cells share it.
     """
 
     engine: Engine
     ids: tuple[int, ...]
     query_window: int
-    shared: bool = False
+    shared: bool = False  # do other questions about the context exist?
     prefill_s: float = 0.0
     _capture: Capture | None = None
     _blind: dict[tuple[int, int], Compressed] = field(default_factory=dict)
@@ -93,19 +93,19 @@ class ContextRun:
             self.prefill_s = self.now() - started
         return self._capture
 
-    def capture(self, following: tuple[int, ...]) -> tuple[Capture, float]:
+    def capture(self, following: tuple[int, ...], one_pass: bool = False) -> tuple[Capture, float]:
         """The capture of the context followed by these tokens, and the seconds that it cost (the context's included).
 
-        A context that other questions share is not prefilled again; its seconds are those it cost when it was.
+        A context that is prefilled already is not prefilled again; its seconds are those it cost when it was.
         """
-        if self.shared or not following:
-            context = self.context()
+        if one_pass:
             started = self.now()
-            capture = self.engine.extend(context, following, self.query_window) if following else context
-            return capture, self.prefill_s + self.now() - started
+            capture = self.engine.prefill((*self.ids, *following), self.query_window, context=len(self.ids))
+            return capture, self.now() - started
+        context = self.context()
         started = self.now()
-        capture = self.engine.prefill((*self.ids, *following), self.query_window, context=len(self.ids))
-        return capture, self.now() - started
+        capture = self.engine.extend(context, following, self.query_window) if following else context
+        return capture, self.prefill_s + self.now() - started
 
     def release(self) -> None:
         """Lets go of the capture; a later question would compute it again."""
@@ -146,9 +146,10 @@ def start(
     """
     engine, asked = run.engine, tuple(question)
     # A method that stores everything unchanged need not feed what prefill has computed: the question's entries and the
-    # logits after it are taken over from the capture, as in plain generation.
+    # logits after it are taken over from the capture, as in plain generation, in one pass where nobody else needs the
+    # context.
     adopt = method.lossless and (plan.captured == asked or not (run.shared or plan.captured))
-    capture, prefill_s = run.capture(asked if adopt else plan.captured)
+    capture, prefill_s = run.capture(asked if adopt else plan.captured, one_pass=adopt and not run.shared)
     first: torch.Tensor | None = None
     if plan.first_from_full and not adopt:
         if plan.captured == asked:

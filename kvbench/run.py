@@ -52,7 +52,8 @@ def _run(argv: list[str]) -> int:
     submission = Submission({} if command.hydra_only else cells(command))  # raises InputError
     entry = hydra.main(version_base=VERSION_BASE, config_path=conf_dir(), config_name="config")(submission)
     previous = sys.argv
-    sys.argv = [previous[0], *argv]  # what Hydra reads
+    flags = [argument for argument in argv if argument not in command.overrides]
+    sys.argv = [previous[0], *flags, *command.overrides]  # what Hydra reads: it wants flags first
     try:
         entry()
     finally:

@@ -31,7 +31,7 @@ KEY_HELP = {
     "budget": "stored entries per KV head (128), a share of the tokens in scope (0.25), or full",
     "budget_scope": "context: question entries are kept on top; prompt: the budget counts everything",
     "question_evictable": "true (with budget_scope=prompt): question entries compete like all others",
-    "first_token": "compressed | full: which cache the first answer token comes from (full: aware only)",
+    "first_token": "compressed | full: the first answer token comes from this cache (full: uncompressed)",
     "truncation": "document: only the document is cut, to the exact length; official: LongBench's own cut",
     "positions": "original: kept keys keep their rotation; compact: positions within the cache",
     "limit": "only the first n samples; null: all",

@@ -99,6 +99,3 @@ def _check_combinations(run: RunConfig) -> None:
     if run.question_evictable and run.budget_scope != "prompt":
         reason = "lets question entries compete for a budget that does not count them (budget_scope=context)."
         raise InputError("question_evictable", "true", reason, "Add budget_scope=prompt, or leave it false.")
-    if run.first_token == "full" and run.protocol.name != "aware":
-        reason = f"needs an uncompressed prefill that has read the question: protocol={run.protocol.name} has none."
-        raise InputError("first_token", run.first_token, reason, "Use protocol=aware, or first_token=compressed.")

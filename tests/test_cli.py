@@ -103,8 +103,6 @@ WRONG = [
     (["question_evictable=maybe"], "question_evictable=maybe", "true or false"),
     (["question_evictable=true"], "question_evictable=true", "budget_scope=prompt"),
     (["first_token=ful"], "first_token=ful", "Did you mean full?"),
-    (["first_token=full"], "first_token=full", "protocol=aware"),
-    (["first_token=full", "protocol=swapped"], "first_token=full", "protocol=aware"),
     (["truncation=none"], "truncation=none", "document"),
     (["positions=compct"], "positions=compct", "Did you mean compact?"),
     (["positions=${foo}"], "positions=${foo}", "foo"),

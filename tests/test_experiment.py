@@ -60,7 +60,7 @@ def test_only_the_sample_itself_decides_what_is_kept(method: str, tmp_path: Path
     """300, 120 and again the first 300 tokens, budget 64, aware: 64 entries each time, third equal to first."""
     long, short = words(300, 1), words(120, 2)
     data = write_jsonl(
-        tmp_path / "three.jsonl", [sample(n, t, "what is it?") for n, t in zip("abc", (long, short, long))]
+        tmp_path / "three.jsonl", [sample(n, t, "what is it?") for n, t in (("a", long), ("b", short), ("c", long))]
     )
     window = ["method.window=8"] if method == "snapkv" else []
     options = [f"method={method}", "budget=64", "protocol=aware", *window]

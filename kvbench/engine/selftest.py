@@ -40,11 +40,11 @@ def self_test(engine: Engine) -> None:
     changed = engine.all_logits([*ids[:-1], (ids[-1] + 1) % config.vocab_size])
     if differs(changed[:-1], logits[:-1]):
         raise unsupported(engine, "a changed last token changes the logits before it")
-    engine.model.set_attn_implementation("eager")  # type: ignore[operator]
+    engine.model.set_attn_implementation("eager")
     try:
         eager = engine.plain_logits(ids)
     finally:
-        engine.model.set_attn_implementation(NAME)  # type: ignore[operator]
+        engine.model.set_attn_implementation(NAME)
     if differs(logits, eager):
         raise unsupported(engine, "its logits differ from those of attn_implementation='eager'")
     cache = full_cache(engine.prefill(ids[: TOKENS // 2]))

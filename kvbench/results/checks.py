@@ -79,14 +79,14 @@ def warnings(run: Any, records: Sequence[Record]) -> list[str]:
 
 
 def template_windows(config: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
-    """A scoring window that holds mostly the template's tail makes "aware" mean template-aware."""
+    """A scoring window that hardly holds the question makes "aware" mean template-aware, or not aware at all."""
     window = (config.get("method") or {}).get("window")
     known = mean(record.get("window_question_tokens") for record in records if record["status"] == "ok")
     if config["protocol"]["name"] != "aware" or not isinstance(window, int) or known is None or known >= window / 2:
         return []
     return [
-        f"method.window={window} holds {known:.1f} tokens of the question on average, the rest are the template's: "
-        "the scores hardly see the question. Raise method.window."
+        f"method.window={window} holds {known:.1f} tokens of the question on average; the others are the context's "
+        "or the template's, and vote as well. Choose a method.window that covers the question and little else."
     ]
 
 

@@ -71,20 +71,34 @@ def qa_f1_zh_score(prediction: str, answer: str, classes: Sequence[str] = ()) ->
 # --- ROUGE -------------------------------------------------------------------------------------------------------
 
 
+# The packages build a table of all word pairs and walk it recursively: texts of thousands of words without a '.' cost
+# them gigabytes and Python's recursion limit (the official code turns that failure into a score of 0). Such texts go
+# through kvbench.tasks.lcs, which computes the same numbers; tests hold the two together.
+LONGEST_FOR_PACKAGES = 400  # words of a sentence
+
+
 def _rouge_sentences(text: str) -> list[list[str]]:
     """Sentences as ``rouge`` 1.0.1 sees them: split at every '.', a blank one is one empty word."""
     return [" ".join(piece.split()).split(" ") for piece in text.split(".") if piece]
 
 
 def rouge_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Official ROUGE-L: the summary-level F of the package ``rouge`` 1.0.1 (case and punctuation count, no stemming).
+    """Official ROUGE-L: the summary-level F of the package ``rouge`` (case and punctuation count, no stemming).
 
-    Equal to the package bit for bit, except where its recursion fails on long texts without a '.': the official code
-    turns that failure into 0, here it is computed. A text of nothing but dots (or nothing at all) is 0, as there.
+    A text of nothing but dots (or nothing at all), for which the package raises, is 0, as in the official code.
     """
     evaluated, reference = _rouge_sentences(prediction), _rouge_sentences(answer)
     if not evaluated or not reference:
         return 0.0
+    if max(map(len, (*evaluated, *reference))) > LONGEST_FOR_PACKAGES:
+        return _long_rouge(evaluated, reference)
+    from rouge import Rouge
+
+    scores: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [answer], avg=True)
+    return scores["rouge-l"]["f"]
+
+
+def _long_rouge(evaluated: list[list[str]], reference: list[list[str]]) -> float:
     union: set[str] = set()
     for gold_sentence in reference:
         for sentence in evaluated:
@@ -99,7 +113,19 @@ def rouge_zh_score(prediction: str, answer: str, classes: Sequence[str] = ()) ->
     return rouge_score(" ".join(_jieba_cut(prediction)), " ".join(_jieba_cut(answer)))
 
 
-def _rouge_l(predicted: list[str], gold: list[str]) -> float:
+class _Words:
+    """A tokenizer for ``rouge-score``, whose own drops all Chinese."""
+
+    def __init__(self, words: Callable[[str], list[str]]) -> None:
+        self.tokenize = words
+
+
+def _rouge_l(prediction: str, answer: str, words: Callable[[str], list[str]]) -> float:
+    predicted, gold = words(prediction), words(answer)
+    if max(len(predicted), len(gold)) <= LONGEST_FOR_PACKAGES:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        return RougeScorer(["rougeL"], tokenizer=_Words(words)).score(answer, prediction)["rougeL"].fmeasure
     common = lcs_length(gold, predicted)
     if common == 0:
         return 0.0
@@ -109,12 +135,12 @@ def _rouge_l(predicted: list[str], gold: list[str]) -> float:
 
 def rouge_score_rougeL(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """ROUGE-L as the package ``rouge-score`` defines it: one LCS over lower-cased ASCII words, no stemming."""
-    return _rouge_l(re.findall("[a-z0-9]+", prediction.lower()), re.findall("[a-z0-9]+", answer.lower()))
+    return _rouge_l(prediction, answer, lambda text: re.findall("[a-z0-9]+", text.lower()))
 
 
 def rouge_score_rougeL_zh(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """The same over jieba's words without punctuation (the package's own tokenizer drops all Chinese)."""
-    return _rouge_l(_chinese_words(prediction), _chinese_words(answer))
+    """The same over jieba's words without punctuation."""
+    return _rouge_l(prediction, answer, _chinese_words)
 
 
 # --- LongBench: classes, numbers, code ---------------------------------------------------------------------------
