@@ -1,10 +1,11 @@
 """``method=full`` against ``transformers.generate`` on the same prompts: are the tokens equal, and what does it cost?
 
-    python scripts/against_generate.py [repeats=3] [protocols=blind,aware] KEY=VALUE ...
+    python scripts/against_generate.py [repeats=3] [steps=32] [protocols=blind,aware] KEY=VALUE ...
 
 The remaining arguments are those of ``python -m kvbench.run`` (model, task, limit, dtype ...). For every sample both
-sides get the same token ids and the same stop rule. Prefill is the time to the first token (for kvbench: prefill,
-compression and feeding), decode the time of all further tokens; the two sides take turns, and medians are compared.
+sides get the same token ids and the same stop rule, and their answers are compared. With ``repeats`` above 0 both are
+timed as well, in turns, over ``steps`` tokens that nothing stops: prefill is the time to the first token (for kvbench:
+prefill, compression and feeding), decode the mean time of each further token. Medians are printed with their ratio.
 Exit code 1 if any sample's tokens differ.
 """
 
@@ -14,6 +15,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,92 +28,98 @@ from kvbench.experiment import Models, log_to_terminal
 from kvbench.protocols import ContextRun, Switches, plan, start, synchronise
 
 
-@torch.inference_mode()
-def generate(engine: Engine, ids: list[int], stop: StopRule) -> list[int]:
-    """transformers' own greedy answer, its stop token included."""
+@dataclass(frozen=True)
+class Answer:
+    """Tokens, and the seconds to the first of them and for each further one."""
+
+    ids: list[int]
+    prefill_s: float
+    decode_s: float
+
+
+def reference(engine: Engine, ids: list[int], stop: StopRule) -> Answer:
+    """transformers' own greedy answer."""
     tokens = torch.tensor([ids], device=engine.device)
-    out = engine.model.generate(  # type: ignore[operator]
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=stop.max_new_tokens,
-        min_new_tokens=stop.min_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(stop.ids) or None,
-        pad_token_id=0,
-    )
-    return out[0, len(ids) :].tolist()
+    times: list[float] = []
+
+    def tick(*_: Any, **__: Any) -> torch.Tensor:
+        """A stopping criterion that never stops, called after every token."""
+        synchronise(engine.device)
+        times.append(time.perf_counter())
+        return torch.zeros(1, dtype=torch.bool, device=engine.device)
+
+    engine.model.set_attn_implementation("sdpa")
+    try:
+        synchronise(engine.device)
+        began = time.perf_counter()
+        out = engine.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=stop.max_new_tokens,
+            min_new_tokens=stop.min_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(stop.ids) or None,
+            pad_token_id=0,
+            stopping_criteria=[tick],
+        )
+    finally:
+        engine.model.set_attn_implementation(NAME)
+    return Answer(out[0, len(ids) :].tolist(), times[0] - began, (times[-1] - times[0]) / max(1, len(times) - 1))
 
 
-def ours(
-    engine: Engine, cell: Cell, protocol: str, context: list[int], question: list[int], stop: StopRule
-) -> list[int]:
+def ours(engine: Engine, cell: Cell, protocol: str, context: list[int], question: list[int], stop: StopRule) -> Answer:
     """The same through kvbench: capture, compression (of nothing), feeding, decoding."""
     planned = plan(Switches(protocol), len(context), question, None, cell.budget)
     run = ContextRun(engine, tuple(context), 0)
+    began = run.now()
     started = start(run, cell.method, planned, question, stop.max_new_tokens)
     run.release()
+    prefilled = run.now()
     (generated,) = engine.decode([started.cache], started.logits[None], stop)
-    return list(generated.ids)
-
-
-def timed(engine: Engine, call: Callable[[], list[int]]) -> tuple[float, list[int]]:
-    synchronise(engine.device)
-    began = time.perf_counter()
-    tokens = call()
-    synchronise(engine.device)
-    return time.perf_counter() - began, tokens
+    steps = max(1, len(generated.ids) - 1)
+    return Answer(list(generated.ids), prefilled - began, (run.now() - prefilled) / steps)
 
 
 def main(argv: list[str]) -> int:
     log_to_terminal()
-    own = dict(argument.split("=", 1) for argument in argv if argument.startswith(("repeats=", "protocols=")))
-    repeats, protocols = int(own.get("repeats", "1")), own.get("protocols", "blind,aware").split(",")
+    own = dict(argument.split("=", 1) for argument in argv if argument.startswith(("repeats=", "protocols=", "steps=")))
+    protocols = own.get("protocols", "blind,aware").split(",")
     rest = [argument for argument in argv if argument.split("=")[0] not in own]
     (run,) = cells(read([*rest, "method=full"])).values()
     cell = Preparation().cell(run)
     engine = Models().engine(cell)
+    timing = StopRule(frozenset(), int(own.get("steps", "32")))
     newline = cell.encoder.newline_ids() if cell.task.stop_at_newline else frozenset()
-    different, seconds = [], {side: {"prefill": [], "decode": []} for side in ("generate", *protocols)}
+    different = 0
+    answers: dict[str, list[Answer]] = {side: [] for side in ("generate", *protocols)}
     for sample in cell.samples:
         chat = cell.encoder.effective_chat(cell.task.chat)
         prompt = cell.encoder.encode(sample, chat, cell.max_prompt_tokens(sample), run.truncation)
         context, question = list(prompt.context_ids), list(prompt.question_ids)
         least = 1 if cell.task.stop_at_newline else 0
         stop = StopRule(cell.source.eos_ids() | newline, cell.max_new_tokens(sample), least)
-        one = StopRule(frozenset(), 1)
-
-        def reference(rule: StopRule, ids: list[int] = context + question) -> list[int]:
-            engine.model.set_attn_implementation("sdpa")  # type: ignore[operator]
-            try:
-                return generate(engine, ids, rule)
-            finally:
-                engine.model.set_attn_implementation(NAME)  # type: ignore[operator]
-
-        sides = {"generate": reference} | {
-            protocol: lambda rule, p=protocol, c=context, q=question: ours(engine, cell, p, c, q, rule)
-            for protocol in protocols
+        sides: dict[str, Callable[[StopRule], Answer]] = {
+            "generate": lambda rule, ids=context + question: reference(engine, ids, rule)
         }
-        answers: dict[str, list[int]] = {}
-        for _ in range(repeats):
-            for side, call in sides.items():
-                first, _tokens = timed(engine, lambda c=call, rule=one: c(rule))
-                whole, answers[side] = timed(engine, lambda c=call, rule=stop: c(rule))
-                seconds[side]["prefill"].append(first)
-                if len(answers[side]) > 1:
-                    seconds[side]["decode"].append((whole - first) / (len(answers[side]) - 1))
-        unequal = [protocol for protocol in protocols if answers[protocol] != answers["generate"]]
-        different += [(sample.id, protocol) for protocol in unequal]
-        print(
-            f"{sample.id}: {len(context) + len(question)} prompt tokens, {len(answers['generate'])} new, "
-            + (f"DIFFERENT ({', '.join(unequal)})" if unequal else "equal"),
-            flush=True,
-        )
-    print(f"{cell.task.name}: {len(cell.samples) * len(protocols) - len(different)} equal, {len(different)} different")
-    for phase in ("prefill", "decode"):
-        base = statistics.median(seconds["generate"][phase] or [float("nan")])
         for protocol in protocols:
-            mine = statistics.median(seconds[protocol][phase] or [float("nan")])
-            print(f"{phase:8} {protocol:7} {mine:.4f} s, generate {base:.4f} s, ratio {mine / base:.3f}")
+            sides[protocol] = lambda rule, p=protocol, c=context, q=question: ours(engine, cell, p, c, q, rule)
+        found = {side: call(stop).ids for side, call in sides.items()}
+        unequal = [protocol for protocol in protocols if found[protocol] != found["generate"]]
+        different += len(unequal)
+        verdict = f"DIFFERENT ({', '.join(unequal)})" if unequal else "equal"
+        length = len(context) + len(question)
+        print(f"{sample.id}: {length} prompt tokens, {len(found['generate'])} new, {verdict}", flush=True)
+        for _ in range(int(own.get("repeats", "3"))):
+            for side, call in sides.items():
+                answers[side].append(call(timing))
+    print(f"{cell.task.name}: {len(cell.samples) * len(protocols) - different} equal, {different} different")
+    for phase in ("prefill_s", "decode_s"):
+        medians = {
+            side: statistics.median(getattr(a, phase) for a in timed) for side, timed in answers.items() if timed
+        }
+        for protocol in protocols if medians else []:
+            ratio = medians[protocol] / medians["generate"]
+            print(f"{phase} {protocol}: {medians[protocol]:.4f}, generate {medians['generate']:.4f}, ratio {ratio:.3f}")
     return 1 if different else 0
 
 

@@ -91,8 +91,8 @@ def causal_attention(
     """Attention of the last q positions over s keys, causal and aligned to the bottom right.
 
     query [rows, query_heads, q, dim]; keys, values [rows, kv_heads, s, dim] with q <= s, where the last q keys belong
-    to the queries' own tokens. Returns [rows, query_heads, q, dim]. Keys and values are never repeated for grouped
-    queries where a mask is needed, and never in storage.
+    to the queries' own tokens. Returns [rows, query_heads, q, dim]. Keys and values are not repeated for grouped queries,
+    except during prefill where no kernel takes them otherwise.
     """
     q, s = query.shape[2], keys.shape[2]
     window = options.sliding_window
@@ -102,9 +102,11 @@ def causal_attention(
         return _attend(query, keys, values, None, options)
     plain = options.softcap is None and options.sinks is None
     if plain and q == s and (window is None or s <= window):
-        grouped = query.shape[1] != keys.shape[1]
+        group = query.shape[1] // keys.shape[1]
+        if group > 1 and not _fused_groups(query):
+            keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         return F.scaled_dot_product_attention(
-            query, keys, values, is_causal=True, scale=options.scaling, enable_gqa=grouped
+            query, keys, values, is_causal=True, scale=options.scaling, enable_gqa=group > 1 and _fused_groups(query)
         )
     blocks = []
     for start in range(0, q, QUERY_BLOCK):
@@ -114,6 +116,15 @@ def causal_attention(
         mask = visible(stop - start, last - first, window, query.device)
         blocks.append(_attend(query[:, :, start:stop], keys[:, :, first:last], values[:, :, first:last], mask, options))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def _fused_groups(query: torch.Tensor) -> bool:
+    """Has this device a fused kernel for grouped queries in this dtype?
+
+    Without one torch falls back to writing out all q x s scores; repeating the keys for the length of one call is then
+    far smaller.
+    """
+    return query.device.type == "cpu" or (query.device.type == "cuda" and query.dtype != torch.float32)
 
 
 def visible(q: int, s: int, window: int | None, device: torch.device) -> torch.Tensor:

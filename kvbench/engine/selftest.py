@@ -16,8 +16,9 @@ from kvbench.errors import InputError
 log = logging.getLogger(__name__)
 
 TOKENS = 24
-# Largest difference of logits, in units of their standard deviation. 16-bit weights round differently by kernel.
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+# Root mean square of the difference of logits, in units of their standard deviation. With 16-bit weights two correct
+# kernels differ by a few percent (single logits by far more); wrong attention differs by about 1.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 def self_test(engine: Engine) -> None:
@@ -72,7 +73,7 @@ def differs(logits: torch.Tensor, reference: torch.Tensor) -> bool:
     kept = torch.isfinite(logits) & torch.isfinite(reference)
     if not bool(kept.any()):
         return False
-    difference = (logits - reference)[kept].float().abs().max()
+    difference = (logits - reference)[kept].float().square().mean().sqrt()
     return bool(difference > TOLERANCE[logits.dtype] * reference[kept].float().std())
 
 
