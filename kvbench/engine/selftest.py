@@ -28,6 +28,18 @@ def self_test(engine: Engine) -> None:
     causality); logits equal those of transformers' ``eager`` attention; a text continued through a full cache gives the
     logits of the whole text (no state besides keys and values).
     """
+    try:
+        run_checks(engine)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise  # says nothing about the architecture
+        raise unsupported(engine, f"it fails on a short text ({type(error).__name__}: {error})") from error
+    if engine.device.type == "mps":
+        check_mps_attention()
+
+
+def run_checks(engine: Engine) -> None:
+    """The checks of ``self_test``; what they raise beside InputError means that the model cannot run at all."""
     config = engine.model.config.get_text_config()
     ids = [(11 + 7 * i * i) % config.vocab_size for i in range(TOKENS)]
     capture = engine.prefill(ids)
@@ -52,8 +64,6 @@ def self_test(engine: Engine) -> None:
     engine.feed(cache, ids[TOKENS // 2 : -1])
     if differs(engine.feed(cache, ids[-1:]), logits[-1]):
         raise unsupported(engine, "a text continued through a cache of keys and values differs from the whole text")
-    if engine.device.type == "mps":
-        check_mps_attention()
 
 
 def full_cache(capture: Capture, room: int = TOKENS) -> Cache:

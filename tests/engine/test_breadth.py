@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from kvbench.engine import Engine
 from kvbench.engine.attention import NAME
@@ -18,6 +20,9 @@ from tests.oracle import generate, kept_mask, masked_logits
 CONTEXT, QUESTION, OTHER = text(60, 1), text(5, 2), text(9, 3)
 # Architectures whose keys do not turn with their position: learned positions.
 NO_ROTATION = {"gpt2", "opt"}
+# In transformers 5.0 these do not call the attention interface yet, or pass it a mask; kvbench refuses them there.
+LATER = {"opt", "stablelm", "nemotron"}
+OLD = Version(transformers.__version__) < Version("5.17")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +31,8 @@ def engines() -> dict[str, Engine]:
 
 
 def engine_of(name: str, engines: dict[str, Engine]) -> Engine:
+    if OLD and name in LATER:
+        pytest.skip(f"{name} is supported from transformers 5.17 on")
     if name not in engines:
         engines[name] = Engine(build(name))
     return engines[name]
@@ -84,7 +91,7 @@ def test_rotation_is_found_or_refused_by_name(name: str, engines: dict[str, Engi
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_architectures_are_refused_with_a_reason(name: str) -> None:
     """By the self-test alone, were a model to slip through the list of names."""
-    if name in ("t5", "gemma3n_text"):
+    if name in ("t5", "gemma3n_text") or (OLD and name in ("zamba2", "nemotron_h")):
         pytest.skip("refused by name before it can be loaded as a causal model, see tests/models")
     with pytest.raises(InputError, match="is not supported"):
         self_test(Engine(build(name)))
