@@ -126,6 +126,11 @@ def check_swappable(task: Task) -> None:
 
 def check_lengths(cell: Cell) -> None:
     """The window must hold an answer and a prompt; InputError names the key that asks for too much."""
+    if cell.run.truncation == "official" and cell.run.model.official_max_length is None:
+        raise InputError(
+            "model.official_max_length", "null", "truncation=official needs the length that prompts are cut to.",
+            "LongBench's own value is about 500 below the window.",
+        )  # fmt: skip
     asked, window = cell.run.max_prompt_tokens, cell.source.window
     new = max((cell.max_new_tokens(sample) for sample in cell.samples), default=cell.task.max_new_tokens)
     if new >= window:

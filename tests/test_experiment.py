@@ -287,6 +287,8 @@ def test_a_prompt_longer_than_the_window_is_refused_before_loading(tmp_path: Pat
     data = write_jsonl(tmp_path / "one.jsonl", [sample("a", words(60, 1), "what?")])
     with pytest.raises(InputError, match="max_prompt_tokens=5000"):
         run(tmp_path, data, "max_prompt_tokens=5000")
+    with pytest.raises(InputError, match="official_max_length"):
+        run(tmp_path, data, "truncation=official")
     with pytest.raises(InputError, match="max_new_tokens=4096"):
         run(tmp_path, data, "max_new_tokens=4096")
 

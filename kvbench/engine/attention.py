@@ -91,8 +91,8 @@ def causal_attention(
     """Attention of the last q positions over s keys, causal and aligned to the bottom right.
 
     query [rows, query_heads, q, dim]; keys, values [rows, kv_heads, s, dim] with q <= s, where the last q keys belong
-    to the queries' own tokens. Returns [rows, query_heads, q, dim]. Keys and values are not repeated for grouped queries,
-    except during prefill where no kernel takes them otherwise.
+    to the queries' own tokens. Returns [rows, query_heads, q, dim]. Keys and values are not repeated for grouped
+    queries, except during prefill where no kernel takes them otherwise.
     """
     q, s = query.shape[2], keys.shape[2]
     window = options.sliding_window
