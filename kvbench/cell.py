@@ -12,6 +12,7 @@ from hydra.errors import InstantiationException
 
 from kvbench.budget import Budget
 from kvbench.config import RunConfig
+from kvbench.engine.attention import attention_path
 from kvbench.errors import InputError
 from kvbench.methods import Method, build
 from kvbench.models import ModelSource, open_model, resolve_device, resolve_dtype
@@ -76,6 +77,7 @@ class Preparation:
             data_sha256=task.data_sha256,
             template_sha256=encoder.template_sha256(task.chat),
             dtype=str(dtype).removeprefix("torch."),
+            attention=attention_path(torch.device(device).type),
         )
         cell = Cell(
             run, source, encoder, task, method, switches, Budget.parse(run.budget), device, dtype, note, identity,

@@ -8,15 +8,19 @@ bottom right, so that layers may hold caches of unequal length.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
+
+log = logging.getLogger(__name__)
 
 NAME = "kvbench"  # the value of attn_implementation
 QUERY_BLOCK = 1024  # queries attended at once where a mask is needed, so that masks stay O(block * keys)
@@ -100,8 +104,7 @@ def causal_attention(
         if window is not None:
             keys, values = keys[:, :, -window:], values[:, :, -window:]
         return _attend(query, keys, values, None, options)
-    plain = options.softcap is None and options.sinks is None
-    if plain and q == s and (window is None or s <= window):
+    if _is_fused(query, options) and q == s and (window is None or s <= window):
         group = query.shape[1] // keys.shape[1]
         if group > 1 and not _fused_groups(query):
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
@@ -116,6 +119,34 @@ def causal_attention(
         mask = visible(stop - start, last - first, window, query.device)
         blocks.append(_attend(query[:, :, start:stop], keys[:, :, first:last], values[:, :, first:last], mask, options))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def _is_fused(query: torch.Tensor, options: AttentionOptions) -> bool:
+    """Can torch's own attention compute this layer on this device?"""
+    return options.softcap is None and options.sinks is None and attention_path(query.device.type) == "fused"
+
+
+@cache
+def attention_path(device_type: str) -> str:
+    """``fused`` (torch's own attention) or, where that is wrong, ``explicit``; it is part of a cell's identity.
+
+    Some releases of torch compute wrong attention on MPS for some numbers of keys; it is compared with the CPU once.
+    """
+    if device_type != "mps":
+        return "fused"
+    generator = torch.Generator().manual_seed(0)
+    wrong = []
+    for length in (31, 32, 33, 70):
+        q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for n in (1, length, length))
+        reference = F.scaled_dot_product_attention(q, k, v)
+        q, k, v = (tensor.to(device_type) for tensor in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v).cpu()
+        if not torch.allclose(seen, reference, atol=1e-3):
+            wrong.append(length)
+    if wrong:
+        log.warning("attention over %s keys is wrong on MPS with torch %s: it is written out instead, which is slower",
+                    wrong, torch.__version__)  # fmt: skip
+    return "explicit" if wrong else "fused"
 
 
 def _fused_groups(query: torch.Tensor) -> bool:
@@ -145,7 +176,7 @@ def _attend(
     folded = query.reshape(rows, kv_heads, group * q, dim)
     if mask is not None and group > 1:
         mask = mask.repeat(group, 1)  # [group * q, s]
-    if options.softcap is None and options.sinks is None:
+    if _is_fused(query, options):
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=options.scaling)
     else:
         out = _explicit(folded, keys, values, mask, options, group)
@@ -160,7 +191,7 @@ def _explicit(
     options: AttentionOptions,
     group: int,
 ) -> torch.Tensor:
-    """Scores written out, for layers that cap them or add sinks; folded [rows, kv_heads, group * q, dim]."""
+    """Scores written out, where torch's own attention does not do; folded [rows, kv_heads, group * q, dim]."""
     rows, kv_heads, length, _ = folded.shape
     scores = folded @ keys.transpose(-1, -2) * options.scaling  # [rows, kv_heads, group * q, s]
     if options.softcap is not None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
-import torch.nn.functional as F
 
 from kvbench.engine.attention import NAME
 from kvbench.engine.cache import Cache, LayerCache, PlainLayer, SlidingLayer
 from kvbench.engine.capture import Capture
 from kvbench.engine.engine import Engine
 from kvbench.errors import InputError
-
-log = logging.getLogger(__name__)
 
 TOKENS = 24
 # Root mean square of the difference of logits, in units of their standard deviation. With 16-bit weights two correct
@@ -34,8 +29,6 @@ def self_test(engine: Engine) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise  # says nothing about the architecture
         raise unsupported(engine, f"it fails on a short text ({type(error).__name__}: {error})") from error
-    if engine.device.type == "mps":
-        check_mps_attention()
 
 
 def run_checks(engine: Engine) -> None:
@@ -92,20 +85,3 @@ def unsupported(engine: Engine, reason: str) -> InputError:
     return InputError(
         "model", kind, f"the architecture {kind!r} is not supported: {reason}.", "Choose another decoder-only model."
     )
-
-
-def check_mps_attention() -> None:
-    """Some releases of torch compute wrong attention on MPS for some key lengths; warns, naming the lengths."""
-    generator = torch.Generator().manual_seed(0)
-    wrong = []
-    for length in (31, 32, 33, 70):
-        q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for n in (1, length, length))
-        reference = F.scaled_dot_product_attention(q, k, v)
-        seen = F.scaled_dot_product_attention(q.to("mps"), k.to("mps"), v.to("mps")).cpu()
-        if (seen - reference).abs().max() > 1e-3:
-            wrong.append(length)
-    if wrong:
-        raise InputError(
-            "device", "mps", f"attention over {wrong} keys is wrong on MPS with torch {torch.__version__}.",
-            "Use device=cpu or another release of torch.",
-        )  # fmt: skip

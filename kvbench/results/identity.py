@@ -14,7 +14,6 @@ from kvbench.results.files import plain
 # Raise by one whenever a change of the code changes numbers that older versions would give otherwise: nothing that was
 # recorded before is then taken for the new cell.
 NUMBERS_VERSION = 1
-ATTENTION_PATH = "kvbench"
 
 # Keys that cannot change a number. What is not listed is part of the identity, so that a key added later makes cells
 # differ (at worst something runs twice) until somebody says here that it does not matter.
@@ -30,11 +29,14 @@ BUDGET_KEYS = frozenset({"budget", "budget_bytes", "match"})
 LABEL_PART = 40  # characters kept of a name in a folder's label
 
 
-def cell_identity(run: Any, *, model_sha256: str, data_sha256: str, template_sha256: str, dtype: str) -> dict[str, Any]:
+def cell_identity(
+    run: Any, *, model_sha256: str, data_sha256: str, template_sha256: str, dtype: str, attention: str = "fused"
+) -> dict[str, Any]:
     """The identity of the cell that ``run`` (a RunConfig, or its dict) describes, as JSON values.
 
-    ``dtype`` is the resolved one ("bfloat16"), the hashes are those of the model's, the data's and the chat template's
-    content. Keys that are null are left out, so that an optional key added later does not rename older cells.
+    ``dtype`` is the resolved one ("bfloat16"), ``attention`` the engine's attention path; the hashes are those of the
+    model's, the data's and the chat template's content. Keys that are null are left out, so that an optional key added
+    later does not rename older cells.
     """
     config = plain(run)
     hidden = NOT_NUMBERS_RUN if applies_budget(config["method"]) else NOT_NUMBERS_RUN | BUDGET_KEYS
@@ -45,7 +47,7 @@ def cell_identity(run: Any, *, model_sha256: str, data_sha256: str, template_sha
         "budget": budget_text(config),
         "template_sha256": template_sha256,
         "dtype": dtype,
-        "attention": ATTENTION_PATH,
+        "attention": attention,
         "numbers_version": NUMBERS_VERSION,
     }
     return identity
