@@ -125,24 +125,3 @@ def test_logits_that_are_not_finite_are_told() -> None:
 
     (generated,) = engine.decode([started.cache], torch.full((1, 128), float("nan")), StopRule(frozenset(), 3))
     assert not generated.finite
-
-
-def test_ties_keep_protected_entries_and_then_the_earliest() -> None:
-    """All scores equal: sinks and recent entries stay by index, the rest by position, the same on every device."""
-    from kvbench.methods.selection import select
-
-    kept = select(torch.ones(2, 40), 12, Protect(sinks=3, recent=4))
-    assert kept.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 39]] * 2
-    lowest = torch.arange(40.0).flip(0).expand(2, -1).clone()
-    assert select(-lowest, 12, Protect(3, 4))[0].tolist() == [0, 1, 2, *range(31, 36), 36, 37, 38, 39]
-
-
-@pytest.mark.parametrize("count", range(1, 10))
-def test_protected_entries_that_do_not_fit_shrink_to_the_budget(count: int) -> None:
-    from kvbench.methods.selection import select
-
-    kept = select(torch.rand(2, 50), count, Protect(sinks=4, recent=32))
-    assert kept.shape == (2, count)
-    assert kept[0, -1] == 49, "the newest entry is never the victim"
-    sinks = min(4, count - 1)
-    assert kept[0].tolist() == [*range(sinks), *range(50 - (count - sinks), 50)]
