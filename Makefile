@@ -15,7 +15,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Without a GPU the release is pinned: a CPU build (2.13.0+cpu) then wins over the plain one, and over newer CUDA builds.
 ifeq ($(shell command -v nvidia-smi),)
 TORCH    ?= torch~=2.13.0
-PIP_ARGS ?= $$($(PY) -m pip config list | grep -q find-links || echo --extra-index-url $(CPU_INDEX))
+PIP_ARGS ?= $$($(PY) -m pip config list | grep find-links >/dev/null || echo --extra-index-url $(CPU_INDEX))
 else
 TORCH    ?= torch>=2.6,<3
 PIP_ARGS ?=
@@ -28,7 +28,7 @@ setup: $(VENV)/.stamp
 # One pip call, so that the torch named here is the torch that everything else is resolved against.
 $(VENV)/.stamp: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
-	$(PY) -m pip install -q $(PIP_ARGS) "$(strip $(TORCH))" -e ".[dev,report]"
+	$(PY) -m pip install -q $(PIP_ARGS) "$(strip $(TORCH))" -e ".[dev]"
 	touch $@
 
 test: setup

@@ -69,6 +69,7 @@ class Preparation:
         switches = Switches(run.protocol.name, run.budget_scope, run.question_evictable, run.first_token)
         if switches.protocol == "swapped":
             check_swappable(task)
+        budget = Budget.parse(run.budget) if method.evicts else Budget("full")
         device = resolve_device(run.device)
         dtype, note = resolve_dtype(run.dtype, device, source.checkpoint_dtype)
         identity = cell_identity(
@@ -80,10 +81,11 @@ class Preparation:
             attention=attention_path(torch.device(device).type),
         )
         cell = Cell(
-            run, source, encoder, task, method, switches, Budget.parse(run.budget), device, dtype, note, identity,
+            run, source, encoder, task, method, switches, budget, device, dtype, note, identity,
             cell_hash(identity),
         )  # fmt: skip
         check_lengths(cell)
+        check_ids(task)
         return cell
 
     def _source(self, run: RunConfig) -> tuple[ModelSource, PromptEncoder]:
@@ -134,7 +136,7 @@ def check_lengths(cell: Cell) -> None:
             "LongBench's own value is about 500 below the window.",
         )  # fmt: skip
     asked, window = cell.run.max_prompt_tokens, cell.source.window
-    new = max((cell.max_new_tokens(sample) for sample in cell.samples), default=cell.task.max_new_tokens)
+    new = cell.run.max_new_tokens or cell.task.max_new_tokens
     if new >= window:
         raise InputError("max_new_tokens", new, f"leaves no room in the window of {window} tokens.", "Ask for fewer.")
     if asked is not None and asked > window - new:
@@ -142,6 +144,22 @@ def check_lengths(cell: Cell) -> None:
             "max_prompt_tokens", asked, f"and {new} new tokens exceed the model's window of {window}.",
             f"Ask for at most {window - new}, or set model.window.",
         )  # fmt: skip
+    room, lengths = min(window - new, asked or window), cell.run.task.get("length")
+    for length in lengths if isinstance(lengths, (list, tuple)) else [lengths]:
+        if isinstance(length, int) and length > room:  # made prompts are exact: cutting one could remove its needle
+            raise InputError(
+                "task.length", length, f"is longer than the {room} prompt tokens that fit beside {new} new ones.",
+                "Ask for shorter prompts, or a model with a larger window.",
+            )  # fmt: skip
+
+
+def check_ids(task: Task) -> None:
+    """Records are told apart by their sample's id: InputError if two samples have the same."""
+    seen: set[str] = set()
+    for sample in task.samples:
+        if sample.id in seen:
+            raise InputError("task", task.name, f"two samples have the id {sample.id!r}.", "Give each its own.")
+        seen.add(sample.id)
 
 
 def by_context(samples: tuple[Sample, ...]) -> Iterator[tuple[Sample, ...]]:

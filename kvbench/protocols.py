@@ -74,7 +74,8 @@ class ContextRun:
     """One context's capture and its blind compression, shared by all questions about it.
 
     The context is prefilled once, alone, and each question extends it, so that what is stored of a context does not
-    depend, not even in its rounding, on what follows it or on which cells share it.
+    depend, not even in its rounding, on what follows it or on which cells share it. (The exception is the full cache of
+    an aware sample whose context nobody shares: there one pass reads both.)
     """
 
     engine: Engine
@@ -145,11 +146,11 @@ def start(
     cache is kept for the next question and this one works on a copy.
     """
     engine, asked = run.engine, tuple(question)
-    # A method that stores everything unchanged need not feed what prefill has computed: the question's entries and the
-    # logits after it are taken over from the capture, as in plain generation, in one pass where nobody else needs the
-    # context.
-    adopt = method.lossless and (plan.captured == asked or not (run.shared or plan.captured))
-    capture, prefill_s = run.capture(asked if adopt else plan.captured, one_pass=adopt and not run.shared)
+    # A method that stores everything unchanged need not feed again what prefill has computed: in the aware protocol the
+    # last token's entry and the logits after it are taken over from the capture, as in plain generation, which is one
+    # pass where nobody else needs the context. Blind must not: its context is computed without the question.
+    adopt = method.lossless and plan.captured == asked
+    capture, prefill_s = run.capture(plan.captured, one_pass=adopt and not run.shared)
     first: torch.Tensor | None = None
     if plan.first_from_full and not adopt:
         if plan.captured == asked:

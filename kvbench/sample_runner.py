@@ -33,17 +33,14 @@ class SampleRunner:
 
     def group(self, group: Sequence[Sample], wanted: Sequence[Sample]) -> Iterator[dict[str, Any]]:
         """Yields a record for every wanted sample of one context, whose capture they share."""
-        reserve = 0
-        if len(group) > 1:  # all questions about a context must see the same context, however long each of them is
-            asked = [s for s in group if s.error is None]
-            reserve = max((len(self._question_ids(s.question, s.answer_prefix)) for s in asked), default=0)
+        limit, reserve = self._shared_room([s for s in group if s.error is None])
         context: ContextRun | None = None
         for sample in wanted:
             record = base_record(sample)
             try:
                 if sample.error is not None:
                     raise SampleError(sample.error)
-                prompt = self._encode(sample, reserve)
+                prompt = self._encode(sample, limit, reserve)
                 if self.cell.run.dump_prompts:
                     self._dump(sample, prompt)
                 if context is None or context.ids != prompt.context_ids:
@@ -51,10 +48,25 @@ class SampleRunner:
                         self.engine, prompt.context_ids, self.cell.method.query_window, shared=len(group) > 1
                     )
                 record |= self.run(sample, prompt, context)
+            except SampleError as error:
+                log.error("sample %s failed: %s", sample.id, error)
+                record |= {"status": "failed", "score": None, "error": str(error)}
             except Exception as error:
                 log.exception("sample %s failed", sample.id)
                 record |= {"status": "failed", "score": None, "error": f"{type(error).__name__}: {error}"}
             yield record
+
+    def _shared_room(self, group: Sequence[Sample]) -> tuple[int, int]:
+        """Prompt tokens that all questions about a context may have, and how many of them the longest question needs.
+
+        All of them must see the same context, however long each question and its answer may be. A question that would
+        take more than half of the room is left out: it sees a context of its own, or fails alone.
+        """
+        limit = min((n for n in map(self.cell.max_prompt_tokens, group) if n > 0), default=1)
+        if len(group) < 2:
+            return limit, 0
+        lengths = [len(self._question_ids(s.question, s.answer_prefix)) for s in group]
+        return limit, max((length for length in lengths if length <= limit // 2), default=0)
 
     def run(self, sample: Sample, prompt: Prompt, context: ContextRun) -> dict[str, Any]:
         """The measured part of a sample's record."""
@@ -125,12 +137,15 @@ class SampleRunner:
     def _question_ids(self, question: str, answer_prefix: str) -> tuple[int, ...]:
         return self.cell.encoder.question_ids(question, answer_prefix, self.chat)
 
-    def _encode(self, sample: Sample, reserve: int) -> Prompt:
+    def _encode(self, sample: Sample, limit: int, reserve: int) -> Prompt:
         cell = self.cell
+        new, window = cell.max_new_tokens(sample), cell.source.window
+        if new >= window:
+            raise SampleError(f"max_new_tokens={new} leaves no room in the window of {window} tokens")
         return cell.encoder.encode(
             sample,
             self.chat,
-            cell.max_prompt_tokens(sample),
+            limit,
             cell.run.truncation,
             official_max_length=cell.run.model.official_max_length,
             reserve_question_tokens=reserve,

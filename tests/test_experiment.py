@@ -204,7 +204,7 @@ def test_logits_that_are_not_finite_are_never_a_number(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Engine, "decode", broken)
     data = write_jsonl(tmp_path / "one.jsonl", [sample("a", words(100, 1), "a?")])
-    (record,) = run(tmp_path, data, "method=full")
+    (record,) = run(tmp_path, data, "method=full", expect=1)
     assert (record["status"], record["score"]) == ("nonfinite", None)
     found = summary(tmp_path / "runs")
     assert (found["score"], found["counts"]["nonfinite"], found["n"]) == (None, 1, 0)
@@ -273,6 +273,70 @@ def test_swapped_needs_another_question(tmp_path: Path) -> None:
         run(tmp_path, data, "protocol=swapped")
     with pytest.raises(InputError, match="has no question to swap"):
         run(tmp_path, data, "protocol=swapped", "task.has_question=false")
+
+
+def test_full_takes_no_budget_whatever_the_scope(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "one.jsonl", [sample("a", words(100, 1), "what is this about?")])
+    (record,) = run(tmp_path, data, "method=full", "budget=5", "budget_scope=prompt")
+    assert record["status"] == "ok"
+    assert record["entries_at_first_decode"] == record["prompt_tokens"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_blind_cache_does_not_depend_on_the_other_lines_of_the_file(method: str, tmp_path: Path) -> None:
+    context = words(150, 5)
+    samples = [sample("one", context, "aaaa bbbbb?"), sample("two", context, "zzzz?")]
+    alone = [
+        run(tmp_path / name, write_jsonl(tmp_path / f"{name}.jsonl", [one]), f"method={method}", "budget=64")[0]
+        for name, one in zip(("first", "second"), samples, strict=True)
+    ]
+    together = run(tmp_path / "both", write_jsonl(tmp_path / "both.jsonl", samples), f"method={method}", "budget=64")
+    assert len({record["fingerprint"] for record in [*alone, *together]}) == 1
+    assert [r["prediction"] for r in alone] == [r["prediction"] for r in together]
+
+
+def test_one_long_question_costs_only_itself(tmp_path: Path) -> None:
+    context = words(900, 2)
+    questions = {"a": "why?", "b": "and how?", "long": words(5000, 3)}
+    data = write_jsonl(tmp_path / "three.jsonl", [sample(n, context, q) for n, q in questions.items()])
+    found = {record["sample_id"]: record for record in run(tmp_path, data, "budget=64", expect=1)}
+    assert {name: record["status"] for name, record in found.items()} == {"a": "ok", "b": "ok", "long": "failed"}
+    assert "does not fit" in found["long"]["error"]
+    assert found["a"]["fingerprint"] == found["b"]["fingerprint"]
+
+
+def test_answers_of_unequal_length_do_not_change_the_context(tmp_path: Path) -> None:
+    context = words(5000, 2)
+    samples = [sample("a", context, "why?", max_new_tokens=4), sample("b", context, "how?", max_new_tokens=200)]
+    found = run(tmp_path, write_jsonl(tmp_path / "two.jsonl", samples), "budget=64", "task.max_new_tokens=8")
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+    assert found[0]["context_tokens"] == found[1]["context_tokens"]
+    too_many = write_jsonl(tmp_path / "many.jsonl", [samples[0], {**samples[1], "max_new_tokens": 5000}])
+    found = run(tmp_path / "many", too_many, "budget=64", expect=1)
+    assert sorted(record["status"] for record in found) == ["failed", "ok"]
+
+
+def test_made_prompts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for length in ("task.length=5000", "task.length=4085", "task.length=600 max_prompt_tokens=500"):
+        arguments = ["model=tiny", "task=passkey", "task.samples=1", f"runs={tmp_path}", *length.split()]
+        with pytest.raises(InputError, match=r"task\.length"):
+            experiment.run_cells(list(cells(read(arguments)).values()))
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"), [("s[:, :-1]", "gives scores of shape"), ("s * float('nan')", "gives NaN")]
+)
+def test_a_scorer_that_is_wrong_chooses_nothing(
+    returns: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbench.methods.scorers import KeyNorm
+
+    right = KeyNorm.__call__
+    wrong = eval(f"lambda s: {returns}")  # the parameter says what is done to the right scores
+    monkeypatch.setattr(KeyNorm, "__call__", lambda self, layer: wrong(right(self, layer)))
+    data = write_jsonl(tmp_path / "one.jsonl", [sample("a", words(100, 1), "a?")])
+    (record,) = run(tmp_path, data, "method=knorm", "budget=32", expect=1)
+    assert record["status"] == "failed" and says in record["error"]
 
 
 def test_prompts_are_dumped_as_the_model_saw_them(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from kvbench.engine.cache import Cache, LayerCache, SlidingLayer
 from kvbench.engine.capture import Capture, LayerCapture
 from kvbench.engine.rotation import Rotation
+from kvbench.errors import SampleError
 from kvbench.methods.allocators import Allocator
 from kvbench.methods.codecs import Codec, Plain
 from kvbench.methods.scorers import Scorer
@@ -118,11 +119,22 @@ class Method:
         # A scored token that is dropped and fed again (stored < evictable) must be among the kept in every head.
         dropped = max(0, region.evictable - region.stored)
         protect = Protect(self.protect.sinks, max(self.protect.recent, dropped))
-        kept = select(self.scorer(layer)[:, : region.evictable], count, protect)
+        scores = self.scorer(layer)
+        check_scores(scores, layer, self.scorer)
+        kept = select(scores[:, : region.evictable], count, protect)
         if dropped:
             return kept[:, : count - dropped]
         on_top = torch.arange(region.evictable, region.stored, device=device).expand(heads, -1)
         return torch.cat([kept, on_top], dim=1)
+
+
+def check_scores(scores: torch.Tensor, layer: LayerCapture, scorer: Scorer) -> None:
+    """A scorer of the wrong shape, or one that gives NaN where the model did not, must not choose anything."""
+    expected = tuple(layer.keys.shape[:2])
+    if tuple(scores.shape) != expected:
+        raise SampleError(f"{scorer} gives scores of shape {tuple(scores.shape)}, not {expected} (KV heads, tokens)")
+    if bool(scores.isnan().any()) and bool(torch.isfinite(layer.keys).all()):
+        raise SampleError(f"{scorer} gives NaN in layer {layer.index}")
 
 
 def gather(entries: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

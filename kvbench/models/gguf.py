@@ -16,7 +16,7 @@ from ..errors import InputError
 from .copies import ensure_folder, is_complete
 from .hashing import cache_root, sha256_file
 from .memory import GIB, available_memory
-from .source import ModelSource
+from .source import ModelSource, read_weights
 from .support import refuse
 
 if TYPE_CHECKING:
@@ -53,15 +53,13 @@ class GgufSource(ModelSource):
         return AutoTokenizer.from_pretrained(self._description, local_files_only=True)
 
     def read_model(self, device: str, dtype: torch.dtype, attn_implementation: str) -> Any:
-        from transformers import AutoModelForCausalLM
-
         target = self._copies / f"{self.content_sha256}-{str(dtype).removeprefix('torch.')}"
         if not is_complete(target):
             _need_libraries(self.file)
             self._check_room(dtype, target.parent)
             log.info("dequantising %s (once; kept in %s)", self.file.name, target)
         ensure_folder(target, lambda folder: self._dequantise(folder, dtype))
-        return AutoModelForCausalLM.from_pretrained(
+        return read_weights(
             target, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True, local_files_only=True
         )
 

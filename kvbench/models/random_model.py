@@ -97,9 +97,12 @@ class RandomSource(ModelSource):
 
         with torch.random.fork_rng(devices=[]):  # what draw_weights leaves alone must not hang on the caller's seed
             torch.manual_seed(self.seed)
-            model = AutoModelForCausalLM.from_config(
-                self.config, dtype=torch.float32, attn_implementation=attn_implementation
-            )
+            try:
+                model = AutoModelForCausalLM.from_config(
+                    self.config, dtype=torch.float32, attn_implementation=attn_implementation
+                )
+            except (RuntimeError, ValueError, TypeError, ZeroDivisionError) as error:
+                raise InputError("model.random", self.settings.random, f"makes no model: {error}.") from error
         draw_weights(model, self.seed, self.init_range)
         return model.to(dtype)
 

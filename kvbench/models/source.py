@@ -187,16 +187,11 @@ class FolderSource(ModelSource):
             ) from error  # fmt: skip
 
     def read_model(self, device: str, dtype: torch.dtype, attn_implementation: str) -> Any:
-        from transformers import AutoModelForCausalLM
-
         folder = self.weights_folder()
         names = weight_files(folder, self.settings.allow_pickle)
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=names[-1].endswith(".safetensors"),
-            **self._local,
+        safe = names[-1].endswith(".safetensors")
+        return read_weights(
+            folder, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=safe, **self._local
         )
 
     def _has(self, name: str) -> bool:
@@ -206,6 +201,32 @@ class FolderSource(ModelSource):
     def _local(self) -> dict[str, Any]:
         # trust_remote_code is always explicit: with None transformers would ask on the terminal
         return {"local_files_only": True, "trust_remote_code": self.settings.trust_remote_code}
+
+
+def read_weights(folder: Path, **arguments: Any) -> Any:
+    """The causal model in a folder. InputError if its weights cannot be read, or are not all there.
+
+    transformers fills what a checkpoint lacks with random numbers, which would pass for a model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # safetensors, torch and transformers each raise their own kinds
+        raise InputError(
+            "model.path", folder, f"the weights cannot be read: {_first_line(error)}.", "Download or convert it again."
+        ) from error
+    model, told = loaded
+    missing = sorted(told["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise InputError(
+            "model.path", folder, f"the checkpoint lacks weights: {', '.join(missing[:3])}{more}.",
+            "Download or convert it again.",
+        )  # fmt: skip
+    return model
 
 
 def _first_line(error: Exception) -> str:

@@ -16,7 +16,12 @@ Record = Mapping[str, Any]
 def problems(run: Any, records: Sequence[Record]) -> list[str]:
     """Sentences about what makes the run's exit code 1; empty when all is well."""
     config = plain(run)
-    return [*failed_samples(records), *seeing_caches(config, records), *silently_uncompressed(config, records)]
+    return [
+        *failed_samples(records),
+        *nonfinite_samples(records),
+        *seeing_caches(config, records),
+        *silently_uncompressed(config, records),
+    ]
 
 
 def failed_samples(records: Sequence[Record]) -> list[str]:
@@ -26,6 +31,14 @@ def failed_samples(records: Sequence[Record]) -> list[str]:
         for record in records
         if record["status"] == "failed"
     ]
+
+
+def nonfinite_samples(records: Sequence[Record]) -> list[str]:
+    """One sentence if any sample's logits were not finite: it has no answer and no score."""
+    ids = [record["sample_id"] for record in records if record["status"] == "nonfinite"]
+    if not ids:
+        return []
+    return [f"the logits of {len(ids)} samples were not finite, the first is {ids[0]}: try another dtype"]
 
 
 def last_line(text: str | None) -> str:

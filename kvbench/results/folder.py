@@ -84,7 +84,8 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
 def remember_start(folder: Path, env: Mapping[str, Any]) -> None:
     """env.json: this process's environment, and in short when and where the cell was started before."""
     path = folder / "env.json"
-    starts = (read_json(path) or {}).get("starts", [])
+    starts = (read_json(path) or {}).get("starts")
+    starts = starts if isinstance(starts, list) else []
     start = {"time": env.get("time"), "host": socket.gethostname(), "pid": os.getpid()}
     start |= {key: env.get(key) for key in ("device", "git_commit", "argv")}
     write_json(path, {**env, "starts": [*starts, start][-STARTS_KEPT:]})

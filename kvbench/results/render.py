@@ -35,7 +35,8 @@ Row = Mapping[str, Any]
 def write_tables(cells: Sequence[Cell]) -> list[Path]:
     """Write ``<runs>/<experiment>/tables/<task>.{csv,md,tex}`` for all cells, and the benchmarks' averages.
 
-    Returns the files. Tables lie beside the cells they are made of, whatever folder the cells were searched from.
+    Returns the files. ``tables/cells.csv`` beside them has a row per cell with all that is known of it: scores, bytes,
+    seconds, counts. Tables lie beside the cells they are made of, whatever folder the cells were searched from.
     """
     frame = cells_frame(cells)
     folders = {str(cell.folder): cell.experiment_folder for cell in cells if cell.fault is None}
@@ -44,6 +45,9 @@ def write_tables(cells: Sequence[Cell]) -> list[Path]:
     for experiment in dict.fromkeys(frame["folder_of_experiment"]):
         part = rows_with(frame, "folder_of_experiment", experiment)
         folder = Path(experiment, "tables")
+        folder.mkdir(parents=True, exist_ok=True)
+        everything = part.drop(columns="folder_of_experiment").to_csv(index=False)
+        write_whole(folder / "cells.csv", everything.encode("utf-8"))
         for task in dict.fromkeys(part["task"]):
             rows = rows_with(part, "task", task)
             written += write_table(folder, task, rows, task_table(rows, cells), task_notes(rows, cells))

@@ -52,6 +52,7 @@ class WandbTracker:
         import wandb  # here, not above: it takes a second, and most runs do without
 
         settings = plain(run)
+        mode: Any = wandb_mode(config.mode)  # wandb types it as a literal
         folder.mkdir(parents=True, exist_ok=True)  # wandb falls back to another folder if this one does not exist
         self._run = wandb.init(
             project=config.project,
@@ -59,7 +60,7 @@ class WandbTracker:
             name=cell_label(run),
             config=settings,
             dir=str(folder),
-            mode=wandb_mode(config.mode),
+            mode=mode,
             reinit="create_new",  # the cells of a grid are open at the same time
         )
 

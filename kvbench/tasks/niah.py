@@ -42,7 +42,9 @@ def build(
         at_least("task.length", one, 1)
     places = _depths(depths)
     for key, values in (("task.length", lengths), ("task.depths", places)):
-        if not values or len(set(values)) < len(values):  # equal ids would overwrite each other's records
+        if not values or len({f"{value:.4f}" for value in values}) < len(
+            values
+        ):  # equal ids would overwrite each other's records
             raise InputError(key, values, "the list is empty or names a value twice.")
     sets = wording("niah.yaml")["sets"]
     if needles not in sets:
@@ -50,6 +52,8 @@ def build(
     hay = pydoc_haystack() if haystack == "pydoc" else folder_haystack(haystack)
     make = _Maker(encoder, chat, seed, hay, haystack, needles, answer_prefix)
     made = tuple(make.sample(n, depth, i) for i in range(repeats) for n in lengths for depth in places)
+    if all(sample.error for sample in made):
+        raise InputError("task.length", length, f"no sample can be made: {made[0].error}")
     return made_task(name, "contains", made, max_new_tokens=40, chat=chat)
 
 
@@ -88,12 +92,20 @@ class _Maker:
             answers=(value,),
             other_question="\n\n" + wording("niah.yaml")["other_question"],
         )
-        document, (reached,) = fit(
+        try:
+            document, (reached,) = self._document(bare, statement, depth, length, rng)
+        except InputError as error:
+            return replace(bare, error=f"{error}")
+        info = {"length": length, "depth": depth, "depth_reached": reached, "haystack": self.haystack_name}
+        return replace(bare, context=document, info=info)
+
+    def _document(
+        self, bare: Sample, statement: str, depth: float, length: int, rng: random.Random
+    ) -> tuple[str, list[float]]:
+        return fit(
             self.haystack,
             [Needle(statement if statement.endswith("\n") else statement + " ", depth)],
             start=rng.randrange(len(self.haystack.units)),
             length=length,
             count=lambda text: self.encoder.count(replace(bare, context=text), self.chat),
         )
-        info = {"length": length, "depth": depth, "depth_reached": reached, "haystack": self.haystack_name}
-        return replace(bare, context=document, info=info)

@@ -215,6 +215,26 @@ def test_pickles_are_refused_unless_allowed(folder):
     assert torch.equal(logits(allowed.load("cpu", torch.float32)), expected)
 
 
+@pytest.mark.parametrize("damage", ["missing", "shape", "cut", "empty"])
+def test_damaged_weights_are_refused(folder, damage):
+    """transformers fills what a checkpoint lacks with random numbers: that must never pass for the model."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if "up_proj" in name)
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "shape":
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    if damage in ("cut", "empty"):
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    with pytest.raises(InputError, match=r"model\.path.*" + ("lacks weights.*up_proj" if damage == "missing" else "")):
+        open_model(folder_config(folder)).load("cpu", torch.float32)
+
+
 def test_remote_code_is_refused_unless_allowed(folder):
     file = folder / "config.json"
     stored = json.loads(file.read_text())

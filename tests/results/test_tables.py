@@ -65,6 +65,13 @@ def test_csv_has_raw_numbers(grid):
     assert rows[1]["aware_score"] == "" and rows[1]["blind_failed"] == "1" and rows[2]["blind_kv_share"] == "0.4"
 
 
+def test_one_file_has_everything_of_every_cell(grid):
+    write_tables(read_cells(grid))
+    rows = list(csv.DictReader(io.StringIO((grid / "default/tables/cells.csv").read_text(encoding="utf-8"))))
+    assert len(rows) == len(read_cells(grid))
+    assert {"score", "kv_bytes_device", "kv_bytes_full", "prefill_s", "decode_s", "tokens_per_s"} <= rows[0].keys()
+
+
 def test_latex_is_escaped(tmp_path):
     write_cell(make_run(tmp_path, model="a_b & 50%", method="x_y#1"), scored(1, 2))
     (path,) = (path for path in write_tables(read_cells(tmp_path)) if path.suffix == ".tex")
