@@ -161,8 +161,12 @@ class Cache:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for _, tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
-        for held in by_device.values():
-            digest.update(content_hash(held).cpu().numpy().tobytes())
+        for device, held in by_device.items():
+            if device.type == "cpu":
+                for tensor in held:
+                    digest.update(as_bytes(tensor).numpy())
+            else:
+                digest.update(content_hash(held).cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -174,6 +178,11 @@ def with_room(entries: torch.Tensor, room: int) -> torch.Tensor:
     return buffer
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as a flat uint8 tensor."""
+    return tensor.contiguous().view(torch.uint8).reshape(-1)
+
+
 HASH_WORDS = 1 << 24  # words hashed at once
 
 
@@ -183,7 +192,7 @@ def content_hash(tensors: list[torch.Tensor]) -> torch.Tensor:
     Hashing there keeps a cache of gigabytes from travelling to the host. Two sums modulo 2**64 with different odd
     weights per position: a changed, moved or swapped entry changes them.
     """
-    flat = torch.cat([tensor.contiguous().view(torch.uint8).reshape(-1) for tensor in tensors])
+    flat = torch.cat([as_bytes(tensor) for tensor in tensors])
     words = F.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), HASH_WORDS):
