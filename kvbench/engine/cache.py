@@ -164,7 +164,7 @@ class Cache:
         for device, held in by_device.items():
             if device.type == "cpu":
                 for tensor in held:
-                    digest.update(as_bytes(tensor).numpy())
+                    digest.update(as_bytes(tensor).numpy().data)
             else:
                 digest.update(content_hash(held).cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
