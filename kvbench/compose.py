@@ -196,12 +196,3 @@ def _check_keys(composed: DictConfig, job: list[str]) -> None:
 def _value_of(job: list[str], key: str) -> str:
     """What ``job`` gives for ``key``; for a key from a file, nothing."""
     return next((v for k, _, v in (text.partition("=") for text in job) if k.lstrip("+") == key), "")
-
-
-def _compose(
-    config_name: str, job: list[str], extra: list[str], problems: diagnose.Context, with_hydra: bool = False
-) -> DictConfig:
-    try:
-        return compose(config_name, [*job, *extra], return_hydra_config=with_hydra)
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        raise problems.explain(job, error) from error
