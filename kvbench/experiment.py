@@ -15,9 +15,11 @@ import transformers
 from kvbench.cell import Cell, Preparation, by_context
 from kvbench.config import RunConfig
 from kvbench.engine import Engine
-from kvbench.engine.rotation import Rotation, discover
+from kvbench.engine.rotation import Rotation
 from kvbench.engine.selftest import self_test
 from kvbench.errors import InputError, SampleError
+from kvbench.methods import Method
+from kvbench.methods.setup import Setup
 from kvbench.results import CellStore, open_cell, record_unopened
 from kvbench.results.cells import read_cell
 from kvbench.results.checks import problems, warnings
@@ -46,13 +48,13 @@ class Models:
 
     _key: tuple[Any, ...] | None = None
     _engine: Engine | None = None
-    _rotation: Rotation | None = None
+    _setup: Setup | None = None
 
     def engine(self, cell: Cell) -> Engine:
         """The engine of the cell's model, loaded and self-tested if it is not the one in memory."""
         key = (cell.source.content_sha256, cell.device, cell.dtype)
         if self._engine is None or key != self._key:
-            self._engine = self._rotation = self._key = None  # lets go of the old weights before the new ones come
+            self._engine = self._setup = self._key = None  # lets go of the old weights before the new ones come
             started = time.perf_counter()
             self._engine = Engine(cell.source.load(cell.device, cell.dtype))
             self_test(self._engine)
@@ -61,13 +63,20 @@ class Models:
                      time.perf_counter() - started)  # fmt: skip
         return self._engine
 
+    def setup(self, cell: Cell) -> Setup:
+        """The cell's model as the parts of its method see it."""
+        engine = self.engine(cell)
+        if self._setup is None:
+            self._setup = Setup(engine, cell.encoder, cell.source.content_sha256)
+        return self._setup
+
     def rotation(self, cell: Cell) -> Rotation | None:
         """How stored keys are moved, where the cell's positions are compact."""
-        if cell.run.positions != "compact":
-            return None
-        engine = self.engine(cell)
-        self._rotation = self._rotation or discover(engine)
-        return self._rotation
+        return self.setup(cell).rotation if cell.run.positions == "compact" else None
+
+    def method(self, cell: Cell) -> Method:
+        """The cell's method with what it needs of the model; InputError where the model does not fit its settings."""
+        return cell.method.prepared(self.setup(cell))
 
 
 def run_cells(runs: Sequence[RunConfig]) -> int:
@@ -174,7 +183,9 @@ def run_samples(cell: Cell, store: CellStore, models: Models, missing: set[str],
             wanted = [sample for sample in group if sample.id in missing]
             if not wanted:
                 continue
-            runner = runner or SampleRunner(cell, store, models.engine(cell), models.rotation(cell))
+            runner = runner or SampleRunner(
+                cell, store, models.engine(cell), models.method(cell), models.rotation(cell)
+            )
             for record in runner.group(group, wanted):
                 store.append(record)
                 tracker.log(record)

@@ -13,6 +13,7 @@ from kvbench.cell import Cell, other_question
 from kvbench.engine import Engine, StopRule
 from kvbench.engine.rotation import Rotation
 from kvbench.errors import SampleError
+from kvbench.methods import Method
 from kvbench.prompts import Prompt
 from kvbench.protocols import ContextRun, plan, start, window_question_tokens
 from kvbench.results import CellStore
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 class SampleRunner:
     """Runs the samples of one cell on one engine."""
 
-    def __init__(self, cell: Cell, store: CellStore, engine: Engine, rotation: Rotation | None) -> None:
-        self.cell, self.store, self.engine, self.rotation = cell, store, engine, rotation
+    def __init__(self, cell: Cell, store: CellStore, engine: Engine, method: Method, rotation: Rotation | None) -> None:
+        self.cell, self.store, self.engine, self.method, self.rotation = cell, store, engine, method, rotation
         newline = cell.encoder.newline_ids() if cell.task.stop_at_newline else frozenset()
         self.stop_ids = cell.source.eos_ids() | newline
         self.chat = cell.encoder.effective_chat(cell.task.chat)
@@ -44,9 +45,7 @@ class SampleRunner:
                 if self.cell.run.dump_prompts:
                     self._dump(sample, prompt)
                 if context is None or context.ids != prompt.context_ids:
-                    context = ContextRun(
-                        self.engine, prompt.context_ids, self.cell.method.query_window, shared=len(group) > 1
-                    )
+                    context = ContextRun(self.engine, prompt.context_ids, self.method.needs, shared=len(group) > 1)
                 record |= self.run(sample, prompt, context)
             except SampleError as error:
                 log.error("sample %s failed: %s", sample.id, error)
@@ -78,7 +77,7 @@ class SampleRunner:
             other = self._question_ids(*other_question(sample, cell.task.samples))
         new = cell.max_new_tokens(sample)
         planned = plan(cell.switches, len(prompt.context_ids), prompt.question_ids, other, cell.budget)
-        started = start(context, cell.method, planned, prompt.question_ids, new, self.rotation)
+        started = start(context, self.method, planned, prompt.question_ids, new, self.rotation)
         if not context.shared:
             context.release()  # the answer needs the cache alone
         at_first_decode = started.cache
@@ -103,10 +102,10 @@ class SampleRunner:
             "question_tokens": len(prompt.question_ids),
             **measured,
             "fingerprint": started.fingerprint,
-            "uncompressed": cell.method.evicts and not evicted,
+            "uncompressed": self.method.evicts and not evicted,
             "note": compressed.note,
             "window_question_tokens": window_question_tokens(
-                cell.switches, cell.method.query_window, len(prompt.question_ids), prompt.tail_tokens
+                cell.switches, self.method.needs.query_window, len(prompt.question_ids), prompt.tail_tokens
             ),
             "prefill_s": started.prefill_s,
             "compress_s": started.compress_s,
@@ -121,6 +120,7 @@ class SampleRunner:
                 "group": sample.group,
                 "context_sha256": hashlib.sha256(repr(prompt.context_ids).encode()).hexdigest()[:16],
                 "context_budget": planned.budget,
+                **({"method": facts} if (facts := self.method.facts()) else {}),
             },
         }
 

@@ -20,6 +20,10 @@ What has been computed before is not computed again."""
 GROUP_HELP = {
     "model": "what reads and answers",
     "method": "what compresses the cache",
+    "method/scorer": "what a method's scores are, in place of its own",
+    "method/allocator": "how its budget is shared out among layers and heads",
+    "method/codec": "how what it keeps is stored",
+    "method/decode": "what it evicts at every decode step",
     "protocol": "whether the compression has seen the question",
     "task": "what is asked",
     "tracker": "where else records are sent",

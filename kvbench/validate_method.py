@@ -19,6 +19,7 @@ SCORERS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "group": ("mean", "max", "sum"),
     },
     "kvbench.methods.scorers.Tova": {"heads": ("all", "kv")},
+    "kvbench.methods.scorers.ColumnSums": {"group": ("mean", "max", "sum")},
 }
 
 
@@ -29,8 +30,8 @@ def check_method(method: Any) -> None:
     name = method.get("name")
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]{0,63}", name):
         raise InputError("method.name", name, "is not a safe name.", "Allowed: letters, digits and . _ + -")
-    for part in ("scorer", "allocator", "codec"):
-        if method.get(part) is not None:
+    for part in ("scorer", "allocator", "codec", "decode"):
+        if method.get(part):
             check_target(f"method.{part}", method[part])
     if method.get("codec") is None:
         fix = "Plain storage is {_target_: kvbench.methods.codecs.Plain}."
@@ -62,11 +63,18 @@ def _check_scorer(method: Mapping[str, Any]) -> None:
 def protected(method: Mapping[str, Any]) -> tuple[int, int]:
     """(sinks, recent) that the method always keeps. Raises InputError unless both are whole numbers from 0 on."""
     protect = method.get("protect")
-    if not isinstance(protect, Mapping) or set(protect) != {"sinks", "recent"}:
+    if not isinstance(protect, Mapping) or not {"sinks", "recent"} <= set(protect) <= {
+        "sinks",
+        "recent",
+        "recent_share",
+    }:
         raise InputError("method.protect", protect, "is not {sinks: n, recent: n}.", "Write both, in entries.")
     for name, shortcut in (("sinks", "sinks"), ("recent", "window")):
         linked = shortcut in method and method[shortcut] == protect[name]
         check_whole(f"method.{shortcut}" if linked else f"method.protect.{name}", protect[name], 0)
+    share = protect.get("recent_share", 0)
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+        raise InputError("method.protect.recent_share", share, "is not a share.", "Allowed: from 0 to below 1.")
     return protect["sinks"], protect["recent"]
 
 

@@ -16,7 +16,8 @@ from kvbench.engine.rotation import discover
 from kvbench.methods import Method, build
 from kvbench.protocols import ContextRun, Start, Switches, plan, start
 
-METHODS = sorted(path.stem for path in Path(conf_dir(), "method").glob("*.yaml"))
+VARIANTS = ("snapkv_niah", "snapkv_command_r", "snapkv_kvcf")  # other settings of a method that is listed anyway
+METHODS = sorted(p.stem for p in Path(conf_dir(), "method").glob("*.yaml") if p.stem not in VARIANTS)
 EVICTING = [name for name in METHODS if name != "full"]
 PROTOCOLS = ["blind", "aware", "swapped"]
 
@@ -30,7 +31,8 @@ def method(name: str, *overrides: str) -> Method:
 @cache
 def method_config(name: str, *overrides: str) -> dict:
     """The resolved configuration of a method."""
-    small = ["method.window=8"] if name == "snapkv" and not any("window" in o for o in overrides) else []
+    windowed = "window:" in Path(conf_dir(), "method", f"{name}.yaml").read_text()
+    small = ["method.window=8"] if windowed and not any("window" in o for o in overrides) else []
     with initialize_config_dir(conf_dir(), version_base="1.3"):
         config = compose("config", [f"method={name}", *small, *overrides])
     return OmegaConf.to_container(config.method, resolve=True)
@@ -50,7 +52,7 @@ def begin(
     shared: bool = True,
 ) -> Start:
     """Everything up to the logits of the first answer token."""
-    run = run or ContextRun(engine, tuple(context), method.query_window, shared=shared)
+    run = run or ContextRun(engine, tuple(context), method.needs, shared=shared)
     planned = plan(switches, len(context), question, other, Budget.parse(budget))
     rotation = discover(engine) if compact else None
     return start(run, method, planned, question, room, rotation)

@@ -6,6 +6,8 @@ the columns that were evicted. Attention is written out in the plainest way, hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvbench.engine import Capture, Engine
@@ -63,10 +65,12 @@ def masked_logits(
         return engine.model(input_ids=torch.tensor([ids]), position_ids=positions, use_cache=False).logits[0]
 
 
-def kept_mask(positions: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Positions [heads, m] -> bool [heads, tokens]."""
-    mask = torch.zeros(positions.shape[0], tokens, dtype=torch.bool)
-    return mask.scatter(1, positions, True)
+def kept_mask(positions: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+    """Kept positions per head -> bool [heads, tokens]."""
+    mask = torch.zeros(len(positions), tokens, dtype=torch.bool)
+    for head, at in enumerate(positions):
+        mask[head, at] = True
+    return mask
 
 
 @torch.inference_mode()

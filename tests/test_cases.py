@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvbench.engine import Engine, LayerCapture
+from kvbench.engine import Engine, LayerCapture, Needs
 from kvbench.methods import Method, Protect, Region
 from kvbench.methods.allocators import PerLayer, Uniform
 from kvbench.methods.codecs import Plain
@@ -23,7 +23,7 @@ class Fixed:
     """A scorer that wants exactly these positions."""
 
     positions: tuple[int, ...]
-    query_window: int = 0
+    needs: Needs = Needs()  # noqa: RUF009
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor:
         scores = torch.zeros(layer.keys.shape[0], layer.tokens)

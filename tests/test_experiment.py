@@ -14,7 +14,8 @@ import torch
 
 from kvbench import experiment
 from kvbench.compose import cells, read
-from kvbench.engine import Engine
+from kvbench.engine import Engine, Needs
+from kvbench.engine.engine import NOTHING
 from kvbench.errors import InputError
 from tests.cells import EVICTING, METHODS, PROTOCOLS
 
@@ -183,13 +184,14 @@ def test_a_cache_left_uncompressed_makes_the_run_fail(tmp_path: Path, monkeypatc
     from kvbench.methods import method as module
 
     calls: list[int] = []
-    gather = module.gather
+    select = module.select_per_head
 
-    def sometimes(entries: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def sometimes(scores: torch.Tensor, counts: torch.Tensor, protect: object) -> list[torch.Tensor]:
         calls.append(1)
-        return entries if len(calls) > 4 else gather(entries, kept)  # 2 layers x (keys, values) of the first sample
+        kept = select(scores, counts, protect)  # type: ignore[arg-type]
+        return kept if len(calls) <= 2 else [torch.arange(scores.shape[1])] * len(kept)  # 2 layers of the first sample
 
-    monkeypatch.setattr(module, "gather", sometimes)
+    monkeypatch.setattr(module, "select_per_head", sometimes)
     data = write_jsonl(tmp_path / "two.jsonl", [sample("a", words(100, 1), "a?"), sample("b", words(100, 2), "b?")])
     found = run(tmp_path, data, "method=knorm", "budget=32", expect=1)
     assert [record["status"] for record in found] == ["ok", "failed"]
@@ -229,9 +231,9 @@ def test_the_same_command_again_computes_nothing(tmp_path: Path, monkeypatch: py
     calls: list[int] = []
     prefill = Engine.prefill
 
-    def counted(self: Engine, ids: Sequence[int], query_window: int = 0) -> object:
+    def counted(self: Engine, ids: Sequence[int], needs: Needs = NOTHING) -> object:
         calls.append(len(ids))
-        return prefill(self, ids, query_window)
+        return prefill(self, ids, needs)
 
     monkeypatch.setattr(Engine, "prefill", counted)
     assert run(tmp_path, data, "method=knorm", "budget=16", "limit=2") == first

@@ -34,7 +34,12 @@ CASES = {
 def test_plan(switches: Switches) -> None:
     captured, evictable, stored, budget, fed = CASES[switches]
     made = plan(switches, 100, QUESTION, OTHER, Budget.parse(40))
-    assert (made.captured, made.region, made.budget, made.fed) == (captured, Region(evictable, stored), budget, fed)
+    assert (made.captured, made.region, made.budget, made.fed) == (
+        captured,
+        Region(evictable, stored, len(fed)),
+        budget,
+        fed,
+    )
     assert made.first_from_full == (switches.first_token == "full")
 
 

@@ -121,6 +121,43 @@ def causal_attention(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
+def masked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Causal attention as in ``causal_attention`` where some keys are not there: ``seen`` is bool [kv_heads, s].
+
+    query [rows, query_heads, q, dim]; keys, values [rows, kv_heads, s, dim]. Every query must see at least one key.
+    """
+    q, s = query.shape[2], keys.shape[2]
+    blocks = []
+    for start in range(0, q, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q)
+        last = s - q + stop
+        mask = visible(stop - start, last, options.sliding_window, query.device) & seen[:, None, :last]
+        blocks.append(_attend(query[:, :, start:stop], keys[:, :, :last], values[:, :, :last], mask, options))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def attention_weights(query: torch.Tensor, keys: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """The weights of the last q positions over s keys, fp32 [kv_heads, group, q, s].
+
+    query [query_heads, q, dim]; keys [kv_heads, s, dim]. The softmax runs over the whole visible row, as in the model
+    itself, softcap and sink logits included.
+    """
+    heads, q, dim = query.shape
+    kv_heads, s, _ = keys.shape
+    folded = query.float().reshape(kv_heads, heads // kv_heads * q, dim)
+    scores = (folded @ keys.float().transpose(1, 2) * options.scaling).view(kv_heads, -1, q, s)
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if q > 1 or options.sliding_window is not None:
+        scores = scores.masked_fill(~visible(q, s, options.sliding_window, scores.device), float("-inf"))
+    if options.sinks is None:
+        return scores.softmax(-1)
+    sinks = options.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, q, 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :s]
+
+
 def _is_fused(query: torch.Tensor, options: AttentionOptions) -> bool:
     """Can torch's own attention compute this layer on this device?"""
     return options.softcap is None and options.sinks is None and attention_path(query.device.type) == "fused"
@@ -169,13 +206,16 @@ def visible(q: int, s: int, window: int | None, device: torch.device) -> torch.T
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """Attention under a mask [q, s] (None: all visible), the query heads of one KV head folded into the query axis."""
+    """Attention under a mask [q, s] or [kv_heads, q, s] (None: all visible).
+
+    The query heads of one KV head are folded into the query axis, so that keys and values are not repeated.
+    """
     rows, heads, q, dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     folded = query.reshape(rows, kv_heads, group * q, dim)
     if mask is not None and group > 1:
-        mask = mask.repeat(group, 1)  # [group * q, s]
+        mask = torch.cat([mask] * group, dim=-2)  # [..., group * q, s]
     if _is_fused(query, options):
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=options.scaling)
     else:

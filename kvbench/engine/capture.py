@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvbench.engine.attention import AttentionOptions, causal_attention
+from kvbench.engine.attention import AttentionOptions, attention_weights, causal_attention
+
+WEIGHTS_AT_ONCE = 1 << 25  # attention weights held at once while their columns are summed (fp32: 128 MiB)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the scorers of a method ask prefill to observe beside keys and values."""
+
+    query_window: int = 0  # the last tokens' queries
+    column_sums: bool = False  # how much attention each key got from all queries
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,7 @@ class LayerCapture:
     options: AttentionOptions
     index: int  # the layer's number in the model
     seed: int  # a number drawn from the context's token ids alone: what random scores may depend on
+    column_sums: torch.Tensor | None = None  # fp32 [query_heads, n]: the attention each key got from all n queries
 
     @property
     def tokens(self) -> int:
@@ -51,29 +62,58 @@ class CapturePass:
     """A forward pass over new tokens that sees all captured ones and captures the new ones with them.
 
     Starting from an empty list this is prefill; starting from a capture's layers it is its extension, which leaves the
-    capture it started from as it was.
+    capture it started from as it was. Sliding-window layers are never compressed: nothing is observed there.
     """
 
-    def __init__(self, layers: dict[int, LayerCapture], query_window: int, seed: int) -> None:
-        self.before, self.query_window, self.seed = layers, query_window, seed
+    def __init__(self, layers: dict[int, LayerCapture], needs: Needs, seed: int) -> None:
+        self.before, self.needs, self.seed = layers, needs, seed
         self.after: dict[int, LayerCapture] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         before = self.before.get(layer)
-        start = max(0, query.shape[2] - self.query_window)
+        start = max(0, query.shape[2] - self.needs.query_window)
         queries = query[0, :, start:].clone()  # clone: a slice would keep the queries of all tokens alive
         keys, values = key[0], value[0]
         if before is not None:
             keys, values = torch.cat([before.keys, keys], dim=1), torch.cat([before.values, values], dim=1)
             queries = torch.cat([before.window_queries, queries], dim=1)
-            queries = queries[:, max(0, queries.shape[1] - self.query_window) :]
+            queries = queries[:, max(0, queries.shape[1] - self.needs.query_window) :]
             captured = replace(before, keys=keys, values=values, window_queries=queries)
         else:
             captured = LayerCapture(keys, values, queries, options, layer, self.seed)
-        self.after[layer] = captured
+        self.after[layer] = self._observe(captured, before, query[0])
         return causal_attention(query, captured.keys[None], captured.values[None], options)
+
+    def _observe(self, layer: LayerCapture, before: LayerCapture | None, query: torch.Tensor) -> LayerCapture:
+        """``layer`` with what else the method asked for; query [query_heads, q, dim] of the new tokens."""
+        if layer.options.sliding_window is not None:
+            return layer
+        if self.needs.column_sums:
+            sums = column_sums(query, layer.keys, layer.options)
+            if before is not None and before.column_sums is not None:
+                sums[:, : before.tokens] += before.column_sums
+            layer = replace(layer, column_sums=sums)
+        return layer
+
+
+def column_sums(query: torch.Tensor, keys: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """fp32 [query_heads, s]: the attention that each of s keys gets from the last q positions, summed over them.
+
+    query [query_heads, q, dim]; keys [kv_heads, s, dim]. Computed in blocks of queries: memory is O(s), not O(q * s).
+    """
+    heads, q, _ = query.shape
+    s = keys.shape[1]
+    keys = keys.float()
+    sums = torch.zeros(heads, s, dtype=torch.float32, device=keys.device)
+    block = max(1, WEIGHTS_AT_ONCE // (heads * s))
+    for start in range(0, q, block):
+        stop = min(start + block, q)
+        last = s - q + stop  # what the block's last query sees
+        weights = attention_weights(query[:, start:stop], keys[:, :last], options)
+        sums[:, :last] += weights.sum(2).flatten(0, 1)
+    return sums
 
 
 def empty(capture: Capture) -> Capture:
@@ -85,6 +125,7 @@ def empty(capture: Capture) -> Capture:
             values=layer.values[:, :0],
             window_queries=layer.window_queries[:, :0],
             seed=0,
+            column_sums=None if layer.column_sums is None else layer.column_sums[:, :0],
         )
         for layer in capture.layers
     )

@@ -12,8 +12,9 @@ import torch
 
 from kvbench.engine.attention import NAME, AttentionOptions, forward_pass, register
 from kvbench.engine.cache import Cache
-from kvbench.engine.capture import Capture, CapturePass, empty
+from kvbench.engine.capture import Capture, CapturePass, Needs, empty
 
+NOTHING = Needs()
 EOS_CHECK_STEPS = 8  # on an accelerator the host asks whether all rows are finished only every so many steps
 
 
@@ -63,26 +64,26 @@ class Engine:
         self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], query_window: int = 0, context: int | None = None) -> Capture:
-        """The uncompressed pass over a context; ``query_window`` last queries of every layer are kept for scorers.
+    def prefill(self, ids: Sequence[int], needs: Needs = NOTHING, context: int | None = None) -> Capture:
+        """The uncompressed pass over a context; what scorers ``need`` beside keys and values is observed in it.
 
         ``context`` is how many of the tokens are the context's, if a question follows in the same pass.
         An empty context gives layers of no entries, so that every later step has the shapes it needs.
         """
         if not ids:
-            return empty(self.prefill([0], query_window))
+            return empty(self.prefill([0], needs))
         seed = int.from_bytes(hashlib.sha256(repr(tuple(ids[:context])).encode()).digest()[:7], "big")
-        return self._capture(Capture((), 0, None), ids, query_window, seed)
+        return self._capture(Capture((), 0, None), ids, needs, seed)
 
     @torch.inference_mode()
-    def extend(self, capture: Capture, ids: Sequence[int], query_window: int = 0) -> Capture:
+    def extend(self, capture: Capture, ids: Sequence[int], needs: Needs = NOTHING) -> Capture:
         """A new capture of the tokens of ``capture`` followed by ``ids``; ``capture`` stays usable."""
-        return self._capture(capture, ids, query_window, capture.layers[0].seed)
+        return self._capture(capture, ids, needs, capture.layers[0].seed)
 
-    def _capture(self, before: Capture, ids: Sequence[int], query_window: int, seed: int) -> Capture:
+    def _capture(self, before: Capture, ids: Sequence[int], needs: Needs, seed: int) -> Capture:
         if not ids:
             return before
-        current = CapturePass({layer.index: layer for layer in before.layers}, query_window, seed)
+        current = CapturePass({layer.index: layer for layer in before.layers}, needs, seed)
         tokens = torch.tensor([list(ids)], device=self.device)
         logits = self._forward(current, tokens, self._positions(before.tokens, len(ids)))[0]
         layers = tuple(current.after[index] for index in sorted(current.after))
@@ -98,7 +99,7 @@ class Engine:
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Logits [n, vocabulary] at every position of a text, through our attention (for checks; not kept small)."""
-        with forward_pass(CapturePass({}, 0, 0)):
+        with forward_pass(CapturePass({}, NOTHING, 0)):
             return self.plain_logits(ids)
 
     @torch.inference_mode()
@@ -110,7 +111,7 @@ class Engine:
     @torch.inference_mode()
     def lone_token_keys(self, position: int) -> list[torch.Tensor]:
         """Every layer's keys [kv_heads, 1, dim] of one token that stands alone at ``position``."""
-        current = CapturePass({}, 0, 0)
+        current = CapturePass({}, NOTHING, 0)
         self._forward(current, torch.ones(1, 1, dtype=torch.long, device=self.device), self._positions(position, 1))
         return [current.after[index].keys for index in sorted(current.after)]
 

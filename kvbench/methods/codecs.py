@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvbench.engine.cache import LayerCache, PlainLayer
-from kvbench.engine.capture import LayerCapture
 
 
 class Codec(Protocol):
     """What a method needs of its codec."""
 
-    def __call__(self, layer: LayerCapture, keys: torch.Tensor, values: torch.Tensor, room: int) -> LayerCache:
-        """The cache of one layer from its kept entries [kv_heads, n, dim], sorted by position."""
+    @property
+    def label(self) -> str: ...
+
+    def __call__(
+        self, layer: int, heads: Sequence[int], keys: torch.Tensor, values: torch.Tensor, room: int
+    ) -> LayerCache:
+        """The cache of a layer from its kept entries [kv_heads, n, dim], sorted by position.
+
+        ``heads`` are the numbers of the KV heads that the rows belong to: all, or one where their counts differ.
+        ``room`` tokens will follow.
+        """
         ...
 
 
@@ -23,5 +32,9 @@ class Codec(Protocol):
 class Plain:
     """Keys and values in the model's dtype."""
 
-    def __call__(self, layer: LayerCapture, keys: torch.Tensor, values: torch.Tensor, room: int) -> LayerCache:
+    label = "plain"
+
+    def __call__(
+        self, layer: int, heads: Sequence[int], keys: torch.Tensor, values: torch.Tensor, room: int
+    ) -> LayerCache:
         return PlainLayer(keys, values, room)

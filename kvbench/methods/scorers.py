@@ -1,6 +1,6 @@
 """Scorers: the capture of a layer -> importance per KV head and token, [kv_heads, n]; higher is kept.
 
-A scorer is a frozen dataclass with ``query_window`` (how many of the last tokens' queries it needs, 0 if none) and
+A scorer is a frozen dataclass with ``needs`` (what prefill must observe for it beside keys and values) and
 ``__call__(layer)``. Scores are fp32. What must survive whatever the scores are (sinks, a recent window) is not a matter
 of scores: it is protected by index, see ``kvbench.methods.selection``.
 """
@@ -13,42 +13,24 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from kvbench.engine.attention import visible
-from kvbench.engine.capture import LayerCapture
+from kvbench.engine.attention import attention_weights
+from kvbench.engine.capture import LayerCapture, Needs
+from kvbench.methods.decode import reduce_heads
 
 
 class Scorer(Protocol):
     """What a method needs of its scorer."""
 
     @property
-    def query_window(self) -> int: ...
+    def needs(self) -> Needs: ...
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor: ...
 
 
 def window_attention(layer: LayerCapture, window: int) -> torch.Tensor:
-    """Attention weights of the last ``window`` queries over all keys: [kv_heads, group, w, n], fp32, w <= window.
-
-    The softmax runs over the whole visible row (prefix and the causal part of the window), as in the model itself,
-    softcap and sink logits included.
-    """
-    queries = layer.window_queries[:, max(0, layer.window_queries.shape[1] - window) :].float()
-    heads, w, dim = queries.shape
-    kv_heads, n, _ = layer.keys.shape
-    folded = queries.reshape(kv_heads, heads // kv_heads * w, dim)
-    scores = (folded @ layer.keys.float().transpose(1, 2) * layer.options.scaling).view(kv_heads, -1, w, n)
-    if layer.options.softcap is not None:
-        scores = torch.tanh(scores / layer.options.softcap) * layer.options.softcap
-    scores = scores.masked_fill(~visible(w, n, None, scores.device), float("-inf"))
-    if layer.options.sinks is None:
-        return scores.softmax(-1)
-    sinks = layer.options.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, w, 1)
-    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :n]
-
-
-def reduce_group(scores: torch.Tensor, how: str) -> torch.Tensor:
-    """[kv_heads, group, n] -> [kv_heads, n]: mean, max or sum over the query heads that share a KV head."""
-    return {"mean": lambda: scores.mean(1), "max": lambda: scores.amax(1), "sum": lambda: scores.sum(1)}[how]()
+    """Attention weights of the last ``window`` queries over all keys: [kv_heads, group, w, n], fp32, w <= window."""
+    queries = layer.window_queries[:, max(0, layer.window_queries.shape[1] - window) :]
+    return attention_weights(queries, layer.keys, layer.options)
 
 
 @dataclass(frozen=True)
@@ -69,13 +51,13 @@ class SnapKV:
     group: str = "mean"  # mean | max | sum
 
     @property
-    def query_window(self) -> int:
-        return self.window
+    def needs(self) -> Needs:
+        return Needs(query_window=self.window)
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor:
         weights = window_attention(layer, self.window)  # [kv_heads, group, w, n]
         prefix = layer.tokens - weights.shape[2]
-        votes = reduce_group(weights[..., :prefix].sum(2), self.group)  # [kv_heads, prefix]
+        votes = reduce_heads(weights[..., :prefix].sum(2), self.group)  # [kv_heads, prefix]
         return F.pad(pool(votes, self.kernel, self.pooling), (0, layer.tokens - prefix))
 
 
@@ -89,7 +71,7 @@ def pool(scores: torch.Tensor, kernel: int, pooling: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Tova:
-    """The last query's attention weights (TOVA, arXiv 2401.06104), here as a one-shot choice at prefill.
+    """The last query's attention weights (TOVA, arXiv 2401.06104).
 
     ``heads='all'`` averages over all query heads, so that every KV head keeps the same tokens (the paper's choice per
     layer); ``heads='kv'`` averages within each KV head's group. The newest token is protected by the method.
@@ -98,14 +80,36 @@ class Tova:
     heads: str = "all"  # all | kv
 
     @property
-    def query_window(self) -> int:
-        return 1
+    def needs(self) -> Needs:
+        return Needs(query_window=1)
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor:
         weights = window_attention(layer, 1)[:, :, 0]  # [kv_heads, group, n]
         if self.heads == "kv":
             return weights.mean(1)
         return weights.mean((0, 1)).expand(layer.keys.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class ColumnSums:
+    """The attention that an entry got from all queries so far (H2O, arXiv 2306.14048, section 4), in fp32.
+
+    Reduced over the query heads of each KV head (the original code has no grouped queries). ``normalise`` divides by
+    the number of queries that could see the entry, which takes away the advantage of early tokens.
+    """
+
+    group: str = "mean"  # mean | max | sum
+    normalise: bool = False
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(query_window=1, column_sums=True)  # the last query: its votes are given again when it is fed again
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor:
+        assert layer.column_sums is not None
+        kv_heads, n = layer.keys.shape[:2]
+        sums = reduce_heads(layer.column_sums.view(kv_heads, -1, n), self.group)
+        return sums / torch.arange(n, 0, -1, device=sums.device) if self.normalise else sums
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ class KeyNorm:
     """
 
     @property
-    def query_window(self) -> int:
-        return 0
+    def needs(self) -> Needs:
+        return Needs()
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor:
         return -layer.keys.float().norm(dim=-1)
@@ -128,8 +132,8 @@ class Recency:
     """The later, the higher: with protected sinks this is StreamingLLM's selection (arXiv 2309.17453)."""
 
     @property
-    def query_window(self) -> int:
-        return 0
+    def needs(self) -> Needs:
+        return Needs()
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor:
         at = torch.arange(layer.tokens, device=layer.keys.device, dtype=torch.float32)
@@ -147,8 +151,8 @@ class Random:
     seed: int = 0
 
     @property
-    def query_window(self) -> int:
-        return 0
+    def needs(self) -> Needs:
+        return Needs()
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + layer.index * 7919 + layer.seed) % 2**63)

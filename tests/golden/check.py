@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from safetensors.torch import load_file
 
 from kvbench.engine import Capture, LayerCapture
 from kvbench.engine.attention import AttentionOptions
+from kvbench.engine.capture import column_sums
 from kvbench.engine.rotation import LayerRotation
 from kvbench.methods import Compressed, Method, Protect, Region
-from kvbench.methods.allocators import Uniform
+from kvbench.methods.allocators import Adaptive, Allocator, PerHead, Pyramid, Uniform
 from kvbench.methods.codecs import Plain
-from kvbench.methods.scorers import KeyNorm, Random, Recency, Scorer, SnapKV, Tova
+from kvbench.methods.decode import HeavyHitters
+from kvbench.methods.evicting import EvictingLayer
+from kvbench.methods.scorers import ColumnSums, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
 
 Tensors = dict[str, torch.Tensor]
 Case = dict[str, Any]
@@ -41,6 +45,7 @@ def capture_of(tensors: Tensors, batch: int, window: int) -> Capture:
         options=AttentionOptions(scaling=keys.shape[-1] ** -0.5),
         index=0,
         seed=0,
+        column_sums=column_sums(queries, keys, AttentionOptions(scaling=keys.shape[-1] ** -0.5)),
     )
     return Capture((layer,), keys.shape[1], None)
 
@@ -55,9 +60,9 @@ def check(scorer: Scorer, protect: Protect, case: Case, tensors: Tensors, budget
     """The first thing that is wrong with a selection case, or None."""
     exact = case["params"].get("dtype", "float32") == "float32"
     for batch in range(tensors["k"].shape[0]):
-        capture = capture_of(tensors, batch, scorer.query_window)
+        capture = capture_of(tensors, batch, scorer.needs.query_window)
         compressed = compress(scorer, protect, capture, budget)
-        kept, expected = compressed.positions[0], tensors["kept"][batch]
+        kept, expected = torch.stack(list(compressed.positions[0])), tensors["kept"][batch]
         if kept.shape != expected.shape:
             return f"keeps {tuple(kept.shape)} entries instead of {tuple(expected.shape)}"
         fault = wrong_scores(scorer(capture.layers[0]), tensors, batch) if exact else None
@@ -145,7 +150,7 @@ def streamingllm(case: Case, tensors: Tensors) -> str | None:
 def random(case: Case, tensors: Tensors) -> str | None:
     """Another generator: only the count and the independence of heads can be compared."""
     compressed = compress(Random(seed=0), Protect(), capture_of(tensors, 0, 0), case["params"]["n_kept"])
-    kept = compressed.positions[0]
+    kept = torch.stack(list(compressed.positions[0]))
     if kept.shape != tensors["kept"][0].shape:
         return f"keeps {tuple(kept.shape)} entries instead of {tuple(tensors['kept'][0].shape)}"
     return None if not torch.equal(kept[0], kept[1]) else "two heads keep the same entries"
@@ -162,6 +167,150 @@ def key_rotation(case: Case, tensors: Tensors) -> str | None:
     return None if difference < 1e-5 else f"re-rotated keys differ by up to {difference:.2e}"
 
 
+def h2o_prefill(case: Case, tensors: Tensors) -> str | None:
+    """KVCache-Factory's one-shot variant: column sums, a recent window, one choice."""
+    params = case["params"]
+    if params["gqa_mode"] == "query_head":
+        return NOT_COVERED
+    scorer = ColumnSums(params.get("gqa_score_agg") or "mean")
+    return check(scorer, Protect(0, params["window_size"]), case, tensors, params["max_capacity_prompt"])
+
+
+def observed_attention(case: Case, tensors: Tensors) -> str | None:
+    return check(ColumnSums("mean", normalise=True), Protect(), case, tensors, case["params"]["n_kept"])
+
+
+def h2o_decode(case: Case, tensors: Tensors) -> str | None:
+    """The original's real eviction, chunk by chunk, through the layer that decoding uses."""
+    params = case["params"]
+    if "q" not in tensors:
+        return NOT_COVERED  # its cache class alone on given fp16 weights; kvbench accumulates in fp32
+    if params["rope"] != "none":
+        tensors = {**tensors, **rotated(tensors, params)}
+    q, k, v = (tensors[name][0] for name in "qkv")
+    limit, recent = params["cache_size"], params["recent_size"]
+    options = AttentionOptions(scaling=params["head_dim"] ** -0.5)
+    rotation = rope(params) if params["rope"] == "cache" else None
+    empty = k[:, :0], v[:, :0]
+    carried = torch.zeros(k.shape[0], 0)
+    layer = EvictingLayer(*empty, HeavyHitters(), limit, Protect(0, recent), carried, rotation)
+    start = 0
+    for at, chunk in enumerate(params["chunks"]):
+        stop = start + chunk
+        layer.append(k[:, start:stop], v[:, start:stop])
+        out = layer.attend(q[:, start:stop], options).transpose(0, 1).flatten(1)
+        layer.settle()
+        if not torch.allclose(out, tensors["attn_out"][0, start:stop], atol=2e-5):
+            return f"chunk {at}: attention differs"
+        count = int(tensors["cache_len"][at])
+        expected = tensors["kept"][at][:, :count]
+        if layer.length != count:
+            return f"chunk {at}: {layer.length} entries instead of {count}"
+        if not torch.equal(layer.keys, k.gather(1, expected[:, :, None].expand(-1, -1, k.shape[2]))):
+            return f"chunk {at}: other entries are kept"
+        if not torch.allclose(layer.tensors()["scores"], tensors["hh_score"][at][:, :count], rtol=1e-4, atol=1e-5):
+            return f"chunk {at}: scores differ"
+        start = stop
+    return None
+
+
+def rope(params: Case) -> LayerRotation:
+    pairs = params["head_dim"] // 2
+    frequencies = params["rope_theta"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    return LayerRotation(frequencies.float(), interleaved=False)
+
+
+def rotated(tensors: Tensors, params: Case) -> Tensors:
+    """Queries and keys rotated at the positions of their tokens."""
+    at = torch.arange(tensors["k"].shape[2])
+    rotation = rope(params)
+    return {name: rotation.turn(tensors[name][0], at.expand(tensors[name].shape[1], -1))[None] for name in "qk"}
+
+
+def pyramidkv(case: Case, tensors: Tensors) -> str | None:
+    params = case["params"]
+    if case["variant"] == "budget_table":
+        for row, kept in zip(tensors["params"].tolist(), tensors["kept_per_layer"].tolist(), strict=True):
+            layers, capacity, window, beta, tokens = row
+            scores = [torch.zeros(1, tokens)] * layers
+            found = [int(count) for count in Pyramid(window, beta, "reference")(capacity, scores)]
+            if found != kept[:layers]:
+                return f"{row}: {found[:4]}... instead of {kept[:4]}..."
+        return None
+    if not case["variant"].startswith("per_layer_selection") or params["gqa_mode"] == "query_head":
+        return NOT_COVERED  # kvpress's own steps
+    pooling = {"avgpool": "avg", "maxpool": "max"}[params["pooling"]]
+    window = params["window_size"]
+    scorer = SnapKV(window, params["kernel_size"], pooling, params["gqa_score_agg"] or "mean")
+    layers = [capture_of({n: tensors[n][i][None] for n in "qk"}, 0, window).layers[0] for i in range(len(tensors["k"]))]
+    capture = Capture(tuple(replace(layer, index=i) for i, layer in enumerate(layers)), layers[0].tokens, None)
+    method = Method("golden", scorer, Pyramid(window, params["beta"], "reference"), Protect(0, window), Plain())
+    tokens = capture.tokens
+    compressed = method.compress(capture, Region(tokens, tokens), min(params["max_capacity_prompt"], tokens), room=0)
+    for index, expected in enumerate(tensors["kept"]):
+        expected = expected[:, : int(tensors["kept_len"][index])].sort(-1).values
+        if not torch.equal(torch.stack(list(compressed.positions[index])), expected):
+            return f"layer {index} keeps other positions than the reference"
+    return None
+
+
+def adakv(case: Case, tensors: Tensors) -> str | None:
+    params = case["params"]
+    if case["variant"].startswith("kvpress"):
+        return adakv_press(case, tensors)
+    window = params["window_size"]
+    pooling = {"avgpool": "avg", "maxpool": "max"}[params["pooling"]]
+    scorer = SnapKV(window, params["kernel_size"], pooling, params.get("gqa_score_agg") or "mean")
+    allocator = Adaptive(window, params["floor"], params["normalize"], "reference")
+    return ragged(scorer, allocator, window, case, tensors, params["max_capacity_prompt"])
+
+
+def headkv(case: Case, tensors: Tensors) -> str | None:
+    params = case["params"]
+    window = params["window_size"]
+    counts = [count + window for count in params["head_capacity"]]
+    if sum(counts) % len(counts):
+        return NOT_COVERED  # kvbench's shares are of a whole budget per head
+    scorer = SnapKV(window, params["kernel_size"], {"avgpool": "avg", "maxpool": "max"}[params["pooling"]])
+    return ragged(scorer, PerHead(counts), window, case, tensors, sum(counts) // len(counts))
+
+
+def adakv_press(case: Case, tensors: Tensors) -> str | None:
+    """kvpress guarantees ``n_safe`` entries per head, the observation window included, and takes the rest globally."""
+    params = case["params"]
+    window = params.get("window_size", 0)
+    scorer = SnapKV(window, params["kernel_size"], "avg") if window else KeyNorm()
+    base = params["n_kept_mean"] - window
+    if base < 1:
+        return NOT_COVERED
+    allocator = Adaptive(window, max(0, params["n_safe"] - window) / base, False, "exact")
+    capture = capture_of(tensors, 0, window)
+    method = Method("golden", scorer, allocator, Protect(0, window), Plain())
+    compressed = method.compress(capture, Region(capture.tokens, capture.tokens), params["n_kept_mean"], room=0)
+    for head, kept in enumerate(compressed.positions[0]):
+        if not torch.equal(kept, tensors["kept_mask"][0, head].nonzero()[:, 0]):
+            return f"head {head} keeps other positions than the reference"
+    return None
+
+
+def ragged(scorer: Scorer, allocator: Allocator, window: int, case: Case, tensors: Tensors, budget: int) -> str | None:
+    """A layer whose heads keep unequal counts: the same sets, and really only those stored."""
+    capture = capture_of(tensors, 0, window)
+    method = Method("golden", scorer, allocator, Protect(0, window), Plain())
+    tokens = capture.tokens
+    if budget == tokens and case["params"].get("compressed"):
+        return NOT_COVERED  # the reference loses entries where nothing had to go; kvbench keeps all
+    compressed = method.compress(capture, Region(tokens, tokens), min(budget, tokens), room=0)
+    lengths = tensors["head_lens"].tolist()
+    for head, expected in enumerate(tensors["kept_flat"].split(lengths)):
+        if not torch.equal(compressed.positions[0][head], expected.sort().values):
+            return (
+                f"head {head} keeps {len(compressed.positions[0][head])} entries, not the reference's {len(expected)}"
+            )
+    held = compressed.cache.layers[0].tensors()["keys"]
+    return None if held.shape[-2] * (1 if held.dim() == 2 else held.shape[0]) == sum(lengths) else "stores more"
+
+
 NOT_COVERED = "not covered"
 CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "snapkv": snapkv,
@@ -171,6 +320,12 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "streamingllm_prefill": streamingllm,
     "random": random,
     "key_rerotation": key_rotation,
+    "h2o_prefill": h2o_prefill,
+    "h2o_decode": h2o_decode,
+    "observed_attention": observed_attention,
+    "pyramidkv": pyramidkv,
+    "adakv": adakv,
+    "headkv": headkv,
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.engine import Engine, LayerCapture
+from kvbench.engine import Engine, LayerCapture, Needs
 from kvbench.engine.attention import AttentionOptions
 from kvbench.methods.allocators import PerLayer, Uniform
 from kvbench.methods.scorers import KeyNorm, Random, Recency, SnapKV, Tova, window_attention
@@ -36,7 +36,7 @@ def test_a_score_for_every_kv_head_and_token(scorer, tokens: int) -> None:  # ty
 def test_window_attention_is_the_attention_of_the_model(llama: torch.nn.Module) -> None:
     """The weights that SnapKV sums are those that eager attention reports for the last queries."""
     engine, ids = Engine(llama), text(40, 3)
-    capture = engine.prefill(ids, 6)
+    capture = engine.prefill(ids, Needs(query_window=6))
     llama.set_attn_implementation("eager")  # type: ignore[operator]
     with torch.inference_mode():
         expected = llama(torch.tensor([ids]), output_attentions=True).attentions
@@ -60,15 +60,18 @@ def test_random_scores_of_the_context_do_not_depend_on_what_follows() -> None:
     tokens=st.integers(1, 400),
 )
 def test_per_layer_totals_are_exact_unless_a_layer_overflows(weights: list[int], budget: int, tokens: int) -> None:
-    entries = PerLayer(weights)(budget, tokens, len(weights))
+    scores = [torch.zeros(2, tokens)] * len(weights)
+    counts = PerLayer(weights)(budget, scores)
+    assert all(int(a) == int(b) for a, b in counts)
+    entries = [int(layer[0]) for layer in counts]
     assert all(1 <= count <= tokens for count in entries)
     exact = [budget * len(weights) * weight / sum(weights) for weight in weights]
     if all(share >= 1 and share + 1 <= tokens for share in exact):
         assert sum(entries) == budget * len(weights)
         assert all(abs(count - share) < 1.0 + 1e-9 for count, share in zip(entries, exact, strict=True))
-    assert Uniform()(budget, tokens, len(weights)) == [min(budget, tokens)] * len(weights)
+    assert all(layer.tolist() == [min(budget, tokens)] * 2 for layer in Uniform()(budget, scores))
 
 
 def test_weights_for_another_number_of_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="has 2 numbers, the model compresses 3 layers"):
-        PerLayer([1, 2])(8, 100, 3)
+        PerLayer([1, 2])(8, [torch.zeros(2, 100)] * 3)
