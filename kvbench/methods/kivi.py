@@ -85,7 +85,7 @@ class Kivi:
         reason = f"values have {shown} channels in this model, which is not a whole number of groups."
         fix = f"Use {KEY}.group={' or '.join(str(group) for group in allowed)}."
         if not allowed:
-            fix = f"No group fits it with these bits: raise {KEY}.key_bits and {KEY}.value_bits."
+            fix = f"No group fits with these bits: raise {KEY}.key_bits and {KEY}.value_bits, or use another codec."
         raise InputError(f"{KEY}.group", self.group, reason, fix)
 
     def __call__(
@@ -128,10 +128,8 @@ class KiviLayer:
 
     def settle(self) -> None:
         """Packs whole blocks of R keys, and the values that are no longer among the last R."""
-        new_keys, new_values = (
-            self._packed_counts(self._full_keys.shape[1])[0],
-            self._full_values.shape[1] - self.residual,
-        )
+        new_keys, _ = self._packed_counts(self._full_keys.shape[1])
+        _, new_values = self._packed_counts(self._full_values.shape[1])
         if new_keys > 0:
             self._keys.append(self._full_keys[:, :new_keys].mT)
             self._full_keys = self._full_keys[:, new_keys:].clone()

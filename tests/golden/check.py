@@ -30,6 +30,9 @@ from kvbench.methods.decode import HeavyHitters
 from kvbench.methods.evicting import EvictingLayer
 from kvbench.methods.scorers import ColumnSums, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.golden import kivi_cases
+
 Tensors = dict[str, torch.Tensor]
 Case = dict[str, Any]
 
@@ -326,6 +329,7 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "pyramidkv": pyramidkv,
     "adakv": adakv,
     "headkv": headkv,
+    **kivi_cases.CHECKS,
 }
 
 
