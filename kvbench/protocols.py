@@ -16,8 +16,11 @@ import torch
 from kvbench.budget import Budget
 from kvbench.engine import Cache, Capture, Engine, Needs
 from kvbench.engine.rotation import Rotation
+from kvbench.engine.streaming import Streamed
 from kvbench.errors import SampleError
 from kvbench.methods import Compressed, Method, Region
+from kvbench.streamed_start import compressed as compressed_stream
+from kvbench.streamed_start import is_streamed, read
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class ContextRun:
     shared: bool = False  # do other questions about the context exist?
     prefill_s: float = 0.0
     _capture: Capture | None = None
+    _streamed: tuple[tuple[tuple[int, ...], int], tuple[Streamed, int]] | None = None
     _blind: dict[tuple[int, int, int], Compressed] = field(default_factory=dict)
 
     def context(self) -> Capture:
@@ -108,9 +112,17 @@ class ContextRun:
         capture = self.engine.extend(context, following, self.needs) if following else context
         return capture, self.prefill_s + self.now() - started
 
+    def streamed(
+        self, method: Method, ids: tuple[int, ...], budget: int, rotation: Rotation | None
+    ) -> tuple[Streamed, int]:
+        """The text read through sinks and a recent window; read once for all questions that see the same text."""
+        if self._streamed is None or self._streamed[0] != (ids, budget):
+            self._streamed = (ids, budget), read(self.engine, method, ids, budget, rotation)
+        return self._streamed[1]
+
     def release(self) -> None:
         """Lets go of the capture; a later question would compute it again."""
-        self._capture = None
+        self._capture = self._streamed = None
 
     def now(self) -> float:
         """Seconds, once the device has done what it was asked to do."""
@@ -146,6 +158,8 @@ def start(
     cache is kept for the next question and this one works on a copy.
     """
     engine, asked = run.engine, tuple(question)
+    if is_streamed(method, plan.region, plan.budget):
+        return _start_streamed(run, method, plan, asked, room, rotation)
     # A method that stores everything unchanged need not feed again what prefill has computed: in the aware protocol the
     # last token's entry and the logits after it are taken over from the capture, as in plain generation, which is one
     # pass where nobody else needs the context. Blind must not: its context is computed without the question.
@@ -183,6 +197,36 @@ def start(
         compress_s=compressed_at - before,
         feed_s=fed_at - fed_from,
         bytes_full=capture.nbytes(len(run.ids) + len(question)),
+    )
+
+
+def _start_streamed(
+    run: ContextRun, method: Method, plan: Plan, asked: tuple[int, ...], room: int, rotation: Rotation | None
+) -> Start:
+    """The same for a method that has no full prefill: the text is streamed, what is left of the question is fed."""
+    evictable = plan.region.evictable > len(run.ids)
+    fed = asked[-1:] if evictable else asked
+    ids = (*run.ids, *asked[:-1]) if evictable else run.ids
+    started = run.now()
+    streamed, sinks = run.streamed(method, ids, plan.budget, rotation)
+    read_at = run.now()
+    on_top = 0 if evictable else len(asked)
+    made = compressed_stream(method, streamed, sinks, plan.budget, on_top, room + len(fed), rotation)
+    fingerprint = made.cache.fingerprint()
+    fed_from = run.now()
+    logits = run.engine.feed(made.cache, fed) if fed else streamed.logits
+    if logits is None:
+        raise SampleError("nothing to feed: the prompt is empty")
+    full = Capture(streamed.layers, streamed.tokens, None).nbytes(len(run.ids) + len(asked))
+    return Start(
+        cache=made.cache,
+        logits=logits,
+        compressed=made,
+        fingerprint=fingerprint,
+        prefill_s=read_at - started,
+        compress_s=fed_from - read_at,
+        feed_s=run.now() - fed_from,
+        bytes_full=full,
     )
 
 

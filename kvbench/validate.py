@@ -96,6 +96,9 @@ def _check_room(method: Mapping[str, Any], budget: Budget) -> None:
 
 
 def _check_combinations(run: RunConfig) -> None:
+    if run.method.get("prefill") == "streaming" and run.first_token == "full":
+        reason = "wants a first token from the uncompressed prompt, which method.prefill=streaming never has."
+        raise InputError("first_token", "full", reason, "Use first_token=compressed, or method.prefill=full.")
     if run.question_evictable and run.budget_scope != "prompt":
         reason = "lets question entries compete for a budget that does not count them (budget_scope=context)."
         raise InputError("question_evictable", "true", reason, "Add budget_scope=prompt, or leave it false.")

@@ -42,7 +42,19 @@ def check_method(method: Any) -> None:
         raise InputError(f"method.{lacking}", None, "is missing.", fix)
     check_choice("method.positions", method.get("positions"), ("original", "compact"))
     _check_scorer(method)
+    _check_prefill(method)
     protected(method)
+
+
+def _check_prefill(method: Mapping[str, Any]) -> None:
+    prefill = method.get("prefill", "full")
+    check_choice("method.prefill", prefill, ("full", "streaming"))
+    if "chunk" in method:
+        check_whole("method.chunk", method["chunk"], 1)
+    scorer, codec = ((method.get(part) or {}).get("_target_", "") for part in ("scorer", "codec"))
+    if prefill == "streaming" and not (scorer.endswith(".Recency") and codec.endswith(".Plain")):
+        reason = "reads the text through sinks and a recent window, which is not what this scorer and codec would keep."
+        raise InputError("method.prefill", prefill, reason, "Use method=streamingllm with codec plain, or full.")
 
 
 def _check_scorer(method: Mapping[str, Any]) -> None:

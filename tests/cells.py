@@ -65,11 +65,14 @@ def begin(
     return start(run, method, planned, question, room, rotation)
 
 
-@cache
 def fitted(method: Method, engine: Engine) -> Method:
     """The method with made-up head classes where it would measure them."""
-    if not isinstance(method.allocator, HeadClasses):
-        return method
+    return with_classes(method, engine) if isinstance(method.allocator, HeadClasses) else method
+
+
+@cache
+def with_classes(method: Method, engine: Engine) -> Method:
+    assert isinstance(method.allocator, HeadClasses)
     layers = [layer for layer in engine.prefill([1]).layers if layer.options.sliding_window is None]
     rows = tuple(tuple((7 * i + 3 * h) % 5 / 5 for h in range(len(layer.keys))) for i, layer in enumerate(layers))
     return replace(method, allocator=replace(method.allocator, importance=rows))

@@ -103,7 +103,7 @@ def causal_attention(
     if q == 1:
         if window is not None:
             keys, values = keys[:, :, -window:], values[:, :, -window:]
-        return _attend(query, keys, values, None, options)
+        return attend_masked(query, keys, values, None, options)
     if _is_fused(query, options) and q == s and (window is None or s <= window):
         group = query.shape[1] // keys.shape[1]
         if group > 1 and not _fused_groups(query):
@@ -117,7 +117,9 @@ def causal_attention(
         last = s - q + stop
         first = 0 if window is None else max(0, s - q + start + 1 - window)
         mask = visible(stop - start, last - first, window, query.device)
-        blocks.append(_attend(query[:, :, start:stop], keys[:, :, first:last], values[:, :, first:last], mask, options))
+        blocks.append(
+            attend_masked(query[:, :, start:stop], keys[:, :, first:last], values[:, :, first:last], mask, options)
+        )
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
@@ -134,7 +136,7 @@ def masked_attention(
         stop = min(start + QUERY_BLOCK, q)
         last = s - q + stop
         mask = visible(stop - start, last, options.sliding_window, query.device) & seen[:, None, :last]
-        blocks.append(_attend(query[:, :, start:stop], keys[:, :, :last], values[:, :, :last], mask, options))
+        blocks.append(attend_masked(query[:, :, start:stop], keys[:, :, :last], values[:, :, :last], mask, options))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
@@ -203,7 +205,7 @@ def visible(q: int, s: int, window: int | None, device: torch.device) -> torch.T
     return mask if window is None else mask & (key > at - window)
 
 
-def _attend(
+def attend_masked(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention under a mask [q, s] or [kv_heads, q, s] (None: all visible).

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvbench.engine.attention import NAME, AttentionOptions, forward_pass, register
+from kvbench.engine.attention import NAME, AttentionOptions, ForwardPass, forward_pass, register
 from kvbench.engine.cache import Cache
 from kvbench.engine.capture import Capture, CapturePass, Needs, empty
 
@@ -72,8 +72,7 @@ class Engine:
         """
         if not ids:
             return empty(self.prefill([0], needs))
-        seed = int.from_bytes(hashlib.sha256(repr(tuple(ids[:context])).encode()).digest()[:7], "big")
-        return self._capture(Capture((), 0, None), ids, needs, seed)
+        return self._capture(Capture((), 0, None), ids, needs, context_seed(ids[:context]))
 
     @torch.inference_mode()
     def extend(self, capture: Capture, ids: Sequence[int], needs: Needs = NOTHING) -> Capture:
@@ -89,7 +88,7 @@ class Engine:
         layers = tuple(current.after[index] for index in sorted(current.after))
         return Capture(layers, before.tokens + len(ids), logits)
 
-    def _forward(self, current: CapturePass | CachedPass, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, current: ForwardPass, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] after the last of the new tokens; ids and positions [rows, q]."""
         keep = {"logits_to_keep": 1} if self._one_logit else {}
         with forward_pass(current):
@@ -158,6 +157,11 @@ class Engine:
             cache.next_position += steps - 1
         flags = finite.tolist()
         return [Generated(_until_stop(row, stop), flags[i]) for i, row in enumerate(tokens[:, :steps].tolist())]
+
+
+def context_seed(ids: Sequence[int]) -> int:
+    """A number drawn from token ids alone: what random scores may depend on."""
+    return int.from_bytes(hashlib.sha256(repr(tuple(ids)).encode()).digest()[:7], "big")
 
 
 def _until_stop(ids: list[int], stop: StopRule) -> tuple[int, ...]:

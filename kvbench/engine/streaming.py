@@ -21,17 +21,15 @@ so by the position in the frame.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kvbench.engine.attention import AttentionOptions, _attend
+from kvbench.engine.attention import AttentionOptions, attend_masked
 from kvbench.engine.capture import LayerCapture
-from kvbench.engine.engine import Engine
+from kvbench.engine.engine import Engine, context_seed
 from kvbench.engine.rotation import LayerRotation, Rotation
 
 # Queries attended at once: each is scored against recent + block keys, a block's worth of them in vain.
@@ -78,15 +76,12 @@ def stream(
     if len(ids) == 0:
         return Streamed(engine.prefill([]).layers, None, 0, 0)
     logits, current = None, StreamPass(Band(sinks, recent), rotation)
-    feed: Any = engine._forward
     for start in range(0, len(ids), chunk):
         tokens = torch.tensor([list(ids[start : start + chunk])], device=engine.device)  # [1, c]
         first, count = current.next_position, tokens.shape[1]
-        logits = feed(current, tokens, torch.arange(first, first + count, device=engine.device)[None])[0]
+        logits = engine._forward(current, tokens, torch.arange(first, first + count, device=engine.device)[None])[0]
         current.tokens += count
-    # the same number as prefill draws from these ids
-    seed = int.from_bytes(hashlib.sha256(repr(tuple(ids)).encode()).digest()[:7], "big")
-    return Streamed(current.captured(seed), logits, current.next_position, current.tokens)
+    return Streamed(current.captured(context_seed(ids)), logits, current.next_position, current.tokens)
 
 
 @dataclass
@@ -234,5 +229,5 @@ def band_attention(
         block_keys = torch.cat([sink_keys, keys[:, :, low:high]], dim=2)
         block_values = torch.cat([sink_values, values[:, :, low:high]], dim=2)
         mask = torch.cat([sink <= at, near], dim=1)  # [block, sinks + high - low]
-        blocks.append(_attend(query[:, :, start:stop], block_keys, block_values, mask, options))
+        blocks.append(attend_masked(query[:, :, start:stop], block_keys, block_values, mask, options))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)

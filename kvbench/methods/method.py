@@ -65,6 +65,8 @@ class Method:
     protect: Protect
     codec: Codec
     decode: DecodeRule | None = None
+    prefill: str = "full"  # full | streaming: the text itself is read through sinks and a recent window
+    chunk: int = 1024  # tokens that prefill=streaming reads at once: changes no result
 
     @property
     def evicts(self) -> bool:
@@ -289,6 +291,8 @@ def build(config: Mapping[str, Any], instantiate: Callable[[Any], Any]) -> Metho
         protect=Protect(**config.get("protect", {})),
         codec=instantiate(config["codec"]),
         decode=instantiate(config["decode"]) if config.get("decode") else None,
+        prefill=config.get("prefill", "full"),
+        chunk=config.get("chunk", 1024),
     )
     if method.decode is not None and not isinstance(method.codec, Plain):
         raise InputError(
