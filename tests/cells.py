@@ -15,12 +15,15 @@ from kvbench.config import conf_dir
 from kvbench.engine import Engine, StopRule
 from kvbench.engine.rotation import discover
 from kvbench.methods import Method, build
+from kvbench.methods.codebook import Codebooks
+from kvbench.methods.hcattention import HCAttention
 from kvbench.methods.head_classes import HeadClasses
 from kvbench.protocols import ContextRun, Start, Switches, plan, start
 
 VARIANTS = ("snapkv_niah", "snapkv_command_r", "snapkv_kvcf")  # other settings of a method that is listed anyway
 METHODS = sorted(p.stem for p in Path(conf_dir(), "method").glob("*.yaml") if p.stem not in VARIANTS)
-EVICTING = [name for name in METHODS if name not in ("full", "kivi2", "kivi4")]
+EVICTING = [name for name in METHODS if name not in ("full", "kivi2", "kivi4", "hcattention")]
+APPROXIMATE = ["hcattention"]  # never computes with the keys themselves, however short the text
 PROTOCOLS = ["blind", "aware", "swapped"]
 
 
@@ -37,6 +40,8 @@ def method_config(name: str, *overrides: str) -> dict:
     small = ["method.window=8"] if windowed and not any("window" in o for o in overrides) else []
     if name.startswith("kivi"):  # tiny heads have 16 dimensions
         small = ["method.codec.group=16", *small]
+    if name == "hcattention":
+        small = ["method.codec.groups=4", "method.codec.centroids=64"]
     if name == "duoattention":
         small = ["method.sinks=2", "method.recent=6"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
@@ -66,8 +71,21 @@ def begin(
 
 
 def fitted(method: Method, engine: Engine) -> Method:
-    """The method with made-up head classes where it would measure them."""
+    """The method with made-up head classes or codebooks where it would measure them."""
+    if isinstance(method.codec, HCAttention):
+        return with_codebooks(method, engine)
     return with_classes(method, engine) if isinstance(method.allocator, HeadClasses) else method
+
+
+@cache
+def with_codebooks(method: Method, engine: Engine) -> Method:
+    """Centroids are the keys of some text: deterministic, and of the keys' own size."""
+    codec = method.codec
+    assert isinstance(codec, HCAttention)
+    capture = engine.prefill(text(codec.centroids, 77))
+    whole = [layer for layer in capture.layers if layer.options.sliding_window is None]
+    books = {la.index: la.keys.float().unflatten(2, (codec.groups, -1)).transpose(1, 2).contiguous() for la in whole}
+    return replace(method, codec=replace(codec, books=Codebooks(books, {})))
 
 
 @cache

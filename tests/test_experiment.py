@@ -46,6 +46,17 @@ def run(tmp_path: Path, data: Path, *overrides: str, expect: int = 0) -> list[di
     return records(tmp_path / "runs")
 
 
+def small(method: str) -> list[str]:
+    """What a method needs to fit budgets of 64 and heads of 16 dimensions."""
+    if method.startswith("kivi"):
+        return ["method.codec.group=16"]
+    if method == "hcattention":
+        fit = [f"method.codec.fit.{setting}" for setting in ("texts=1", "tokens=256", "iterations=2")]
+        return ["method.codec.groups=4", "method.codec.centroids=16", *fit]
+    calibration = ["method.allocator.tokens=1024", "method.allocator.texts=1"]
+    return ["method.sinks=4", "method.recent=20", *calibration] if method == "duoattention" else []
+
+
 def records(root: Path) -> list[dict]:
     files = sorted(root.rglob("records.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
@@ -63,7 +74,7 @@ def test_only_the_sample_itself_decides_what_is_kept(method: str, tmp_path: Path
     data = write_jsonl(
         tmp_path / "three.jsonl", [sample(n, t, "what is it?") for n, t in (("a", long), ("b", short), ("c", long))]
     )
-    window = ["method.window=8"] if method == "snapkv" else []
+    window = ["method.window=8"] if method == "snapkv" else small(method)
     options = [f"method={method}", "budget=64", "protocol=aware", *window]
     found = run(tmp_path, data, *options)
     assert [record["kept_entries"] for record in found] == [64.0, 64.0, 64.0]
@@ -83,7 +94,7 @@ def test_tiny_contexts_and_extreme_fractions(method: str, tmp_path: Path) -> Non
     for fraction in (0.5, 0.1, 0.01):
         for protocol in PROTOCOLS:
             folder = tmp_path / f"{fraction}-{protocol}"
-            options = [f"method={method}", f"budget={fraction}", f"protocol={protocol}"]
+            options = [f"method={method}", f"budget={fraction}", f"protocol={protocol}", *small(method)]
             found = run(folder, data, "model.chat=false", "task.separator=", *options)
             assert [record["status"] for record in found] == ["ok"] * 5
             for record, n in zip(found[1:], (1, 2, 5, 33), strict=True):
@@ -288,11 +299,12 @@ def test_full_takes_no_budget_whatever_the_scope(tmp_path: Path) -> None:
 def test_a_blind_cache_does_not_depend_on_the_other_lines_of_the_file(method: str, tmp_path: Path) -> None:
     context = words(150, 5)
     samples = [sample("one", context, "aaaa bbbbb?"), sample("two", context, "zzzz?")]
+    options = [f"method={method}", "budget=64", *small(method)]
     alone = [
-        run(tmp_path / name, write_jsonl(tmp_path / f"{name}.jsonl", [one]), f"method={method}", "budget=64")[0]
+        run(tmp_path / name, write_jsonl(tmp_path / f"{name}.jsonl", [one]), *options)[0]
         for name, one in zip(("first", "second"), samples, strict=True)
     ]
-    together = run(tmp_path / "both", write_jsonl(tmp_path / "both.jsonl", samples), f"method={method}", "budget=64")
+    together = run(tmp_path / "both", write_jsonl(tmp_path / "both.jsonl", samples), *options)
     assert len({record["fingerprint"] for record in [*alone, *together]}) == 1
     assert [r["prediction"] for r in alone] == [r["prediction"] for r in together]
 

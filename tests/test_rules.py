@@ -13,7 +13,7 @@ from kvbench.engine.attention import NAME
 from kvbench.methods import Region
 from kvbench.methods.allocators import PerHead, PerLayer
 from kvbench.protocols import ContextRun, Switches
-from tests.cells import EVICTING, METHODS, PROTOCOLS, answer, begin, method, text
+from tests.cells import APPROXIMATE, EVICTING, METHODS, PROTOCOLS, answer, begin, method, text
 from tests.models.tiny_configs import build
 from tests.oracle import generate, kept_mask, masked_logits
 
@@ -47,7 +47,7 @@ def reference(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=NAMES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in APPROXIMATE])
 def test_a_budget_of_at_least_the_prompt_gives_the_tokens_of_generate(
     name: str, switches: Switches, engine: Engine, reference: list[int]
 ) -> None:
@@ -225,7 +225,7 @@ def test_an_empty_context(name: str, protocol: str, engine: Engine) -> None:
     tokens = answer(engine, started, 5)
     expected = generate(engine.model, QUESTION, 5)
     engine.model.set_attn_implementation(NAME)
-    assert tokens == expected
+    assert len(tokens) == 5 if name in APPROXIMATE else tokens == expected
 
 
 # Rule 7: bytes are real

@@ -56,6 +56,15 @@ def test_of_equal_centroids_the_first_is_taken() -> None:
     assert book.nearest(torch.tensor([1.0, 2.0, 1.4]).view(1, 3, 1)).flatten().tolist() == [0, 1, 0]
 
 
+def test_keys_far_from_the_origin() -> None:
+    """Some channels of real keys lie around a large number: distances must not drown in its square."""
+    centroids = 500 + numbers(1, 2, 64, 2)
+    keys = 500 + numbers(1, 20, 4, seed=1)
+    found = LayerCodebook(centroids).nearest(keys)
+    distances = (keys.view(20, 2, 1, 2) - centroids).double().square().sum(-1)
+    assert torch.equal(found[:, 0].long(), distances.argmin(-1))
+
+
 def test_no_keys_no_codes() -> None:
     book = LayerCodebook(numbers(2, 4, 10, 2))
     assert book.nearest(numbers(2, 0, 8)).shape == (0, 2, 4)
@@ -71,12 +80,10 @@ def test_the_fit_is_deterministic_and_near_the_keys() -> None:
     assert first.shape == (40, 2) and first.dtype == np.float32 and count == 40
     assert np.array_equal(first, cluster(vectors, 40, fit)[0])
     assert not np.array_equal(first, cluster(vectors, 40, FitSettings(seed=1, iterations=10, batch_size=100))[0])
-    error = ((vectors[:, None] - first[None]) ** 2).sum(-1).min(1).mean()
-    start, _ = cluster(vectors, 40, FitSettings(iterations=2, batch_size=500))
-    assert error < 0.09 < ((vectors[:, None] - vectors[None, :40]) ** 2).sum(-1).min(1).mean(), (
-        "better than any 40 keys"
-    )
-    assert start.shape == first.shape
+    error, unfitted = (((vectors[:, None] - book[None]) ** 2).sum(-1).min(1).mean() for book in (first, vectors[:40]))
+    assert error < 0.75 * unfitted
+    moved, _ = cluster(vectors + np.float32(1000), 40, fit)
+    assert np.allclose(moved - 1000, first, atol=0.05), "keys far from the origin, as some channels are"
 
 
 def test_few_different_keys_fill_the_codebook_by_repetition() -> None:
