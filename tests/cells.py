@@ -42,6 +42,8 @@ def method_config(name: str, *overrides: str) -> dict:
         small = ["method.codec.group=16", *small]
     if name == "hcattention":
         small = ["method.codec.groups=4", "method.codec.centroids=64"]
+    if name == "lagkv":
+        small = ["method.lag=8"]
     if name == "duoattention":
         small = ["method.sinks=2", "method.recent=6"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):

@@ -88,8 +88,11 @@ def test_an_aware_cache_does_depend_on_the_question(name: str, engine: Engine) -
     assert len(prints) == 2
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTING if name not in ASKING])
-def test_methods_without_queries_keep_the_same_context_in_every_protocol(name: str, engine: Engine) -> None:
+BLIND = ["duoattention", "knorm", "random", "streamingllm"]  # a token's score does not depend on what follows it
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_methods_that_look_at_nothing_else_keep_the_same_context_in_every_protocol(name: str, engine: Engine) -> None:
     kept = []
     for protocol in PROTOCOLS:
         started = begin(engine, method(name), CONTEXT, QUESTION, Switches(protocol), 20, OTHER)

@@ -128,6 +128,23 @@ class KeyNorm:
 
 
 @dataclass(frozen=True)
+class KeyDiff:
+    """Minus the cosine between a key and the mean direction of all keys (KeyDiff, arXiv 2504.15364, section 3.2).
+
+    The mean is over normalised keys, as in the paper; every key that is captured counts, a question's too. Deviation:
+    one choice at the end of prefill, where the paper also evicts between blocks of a prompt read in blocks.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def __call__(self, layer: LayerCapture) -> torch.Tensor:
+        directions = F.normalize(layer.keys.float(), dim=-1)
+        return -F.cosine_similarity(directions, directions.mean(1, keepdim=True), dim=-1)
+
+
+@dataclass(frozen=True)
 class Recency:
     """The later, the higher: with protected sinks this is StreamingLLM's selection (arXiv 2309.17453)."""
 

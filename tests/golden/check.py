@@ -28,7 +28,8 @@ from kvbench.methods.allocators import Adaptive, Allocator, PerHead, Pyramid, Un
 from kvbench.methods.codecs import Plain
 from kvbench.methods.decode import HeavyHitters
 from kvbench.methods.evicting import EvictingLayer
-from kvbench.methods.scorers import ColumnSums, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
+from kvbench.methods.lagkv import LagKV
+from kvbench.methods.scorers import ColumnSums, KeyDiff, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.golden import kivi_cases
@@ -132,6 +133,23 @@ def l2norm(case: Case, tensors: Tensors) -> str | None:
     if case["params"]["layer_idx"] in case["params"]["skip_layers"]:
         return NOT_COVERED  # kvbench leaves no layer uncompressed
     return check(KeyNorm(), Protect(), case, tensors, case["params"]["max_capacity_prompt"])
+
+
+def keydiff(case: Case, tensors: Tensors) -> str | None:
+    return check(KeyDiff(), Protect(), case, tensors, case["params"]["n_kept"])
+
+
+def lagkv(case: Case, tensors: Tensors) -> str | None:
+    """The reference gives all that cannot be scored 1; kvbench ranks that by recency, from 1 on."""
+    params = case["params"]
+    scorer = LagKV(params["n_sink"], params["lag_size"], "all" if params["cross_scoring"] else "windows")
+    for batch in range(tensors["k"].shape[0]):
+        scores = scorer(capture_of(tensors, batch, 0).layers[0])
+        fault = wrong_scores(scores.clamp_max(1), tensors, batch)
+        if fault:
+            return fault
+    flat = {name: tensor for name, tensor in tensors.items() if name != "scores"}
+    return check(scorer, Protect(params["n_sink"], 0), case, flat, params["n_kept"])
 
 
 def tova(case: Case, tensors: Tensors) -> str | None:
@@ -320,6 +338,8 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "knorm": knorm,
     "l2norm": l2norm,
     "tova": tova,
+    "keydiff": keydiff,
+    "lagkv": lagkv,
     "streamingllm_prefill": streamingllm,
     "random": random,
     "key_rerotation": key_rotation,
