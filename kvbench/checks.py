@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,11 @@ def check_whole(key: str, value: Any, smallest: int, largest: int = LARGEST) -> 
         raise InputError(key, value, f"is below {smallest}.", allowed)
     if value > largest:
         raise InputError(key, value, f"is above {largest}.", allowed)
+
+
+def check_number(key: str, value: Any, smallest: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value < math.inf:
+        raise InputError(key, value, "is not such a number.", f"Allowed: a number, {smallest} or more.")
 
 
 def check_flag(key: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from kvbench.engine import Engine, StopRule
 from kvbench.engine.rotation import discover
 from kvbench.methods import Method, build
 from kvbench.methods.codebook import Codebooks
+from kvbench.methods.expected_attention import ExpectedAttention
 from kvbench.methods.hcattention import HCAttention
 from kvbench.methods.head_classes import HeadClasses
 from kvbench.protocols import ContextRun, Start, Switches, plan, start
@@ -76,6 +77,8 @@ def fitted(method: Method, engine: Engine) -> Method:
     """The method with made-up head classes or codebooks where it would measure them."""
     if isinstance(method.codec, HCAttention):
         return with_codebooks(method, engine)
+    if isinstance(method.scorer, ExpectedAttention):
+        return replace(method, scorer=replace(method.scorer, rotation=discover(engine)))
     return with_classes(method, engine) if isinstance(method.allocator, HeadClasses) else method
 
 

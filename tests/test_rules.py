@@ -13,7 +13,7 @@ from kvbench.engine.attention import NAME
 from kvbench.methods import Region
 from kvbench.methods.allocators import PerHead, PerLayer
 from kvbench.protocols import ContextRun, Switches
-from tests.cells import APPROXIMATE, EVICTING, METHODS, PROTOCOLS, answer, begin, method, text
+from tests.cells import APPROXIMATE, EVICTING, METHODS, PROTOCOLS, answer, begin, fitted, method, text
 from tests.models.tiny_configs import build
 from tests.oracle import generate, kept_mask, masked_logits
 
@@ -69,7 +69,7 @@ def test_a_blind_cache_does_not_depend_on_the_question(name: str, engine: Engine
     questions = [text(10, 20), text(10, 40)]
     seen = []
     for order in (questions, questions[::-1]):
-        run = ContextRun(engine, tuple(CONTEXT), method(name).needs, shared=True)
+        run = ContextRun(engine, tuple(CONTEXT), fitted(method(name), engine).needs, shared=True)
         for question in order:
             started = begin(engine, method(name), CONTEXT, question, Switches("blind"), 20, run=run)
             seen.append((tuple(question), started.fingerprint, tuple(answer(engine, started, 6))))

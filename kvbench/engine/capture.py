@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvbench.engine.attention import AttentionOptions, attention_weights, causal_attention
+from kvbench.engine.moments import Moments, moments, none
+from kvbench.engine.rotation import Rotation
 
 WEIGHTS_AT_ONCE = 1 << 25  # attention weights held at once while their columns are summed (fp32: 128 MiB)
 
@@ -17,6 +20,17 @@ class Needs:
 
     query_window: int = 0  # the last tokens' queries
     column_sums: bool = False  # how much attention each key got from all queries
+    moments: frozenset[int] = frozenset()  # mean and covariance of the queries, that many first tokens left out
+    rotation: Rotation | None = field(default=None, compare=False)  # how to turn queries back; with ``moments``
+
+    def __or__(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(
+            max(self.query_window, other.query_window),
+            self.column_sums or other.column_sums,
+            self.moments | other.moments,
+            self.rotation or other.rotation,
+        )
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,7 @@ class LayerCapture:
     index: int  # the layer's number in the model
     seed: int  # a number drawn from the context's token ids alone: what random scores may depend on
     column_sums: torch.Tensor | None = None  # fp32 [query_heads, n]: the attention each key got from all n queries
+    moments: Mapping[int, Moments] = field(default_factory=dict)  # of the queries; key: how many first are left out
 
     @property
     def tokens(self) -> int:
@@ -95,7 +110,17 @@ class CapturePass:
             if before is not None and before.column_sums is not None:
                 sums[:, : before.tokens] += before.column_sums
             layer = replace(layer, column_sums=sums)
+        if self.needs.moments:
+            layer = replace(layer, moments=self._moments(layer, before, query))
         return layer
+
+    def _moments(self, layer: LayerCapture, before: LayerCapture | None, query: torch.Tensor) -> dict[int, Moments]:
+        assert self.needs.rotation is not None
+        first = 0 if before is None else before.tokens
+        known = {} if before is None else before.moments
+        rotation = self.needs.rotation.layers[layer.index]
+        found = {skip: moments(query, first, skip, rotation) for skip in self.needs.moments}
+        return {skip: known[skip].joined(new) if skip in known else new for skip, new in found.items()}
 
 
 def column_sums(query: torch.Tensor, keys: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -103,17 +128,21 @@ def column_sums(query: torch.Tensor, keys: torch.Tensor, options: AttentionOptio
 
     query [query_heads, q, dim]; keys [kv_heads, s, dim]. Computed in blocks of queries: memory is O(s), not O(q * s).
     """
+    sums = torch.zeros(query.shape[0], keys.shape[1], dtype=torch.float32, device=keys.device)
+    for weights in weight_blocks(query, keys, options):
+        sums[:, : weights.shape[-1]] += weights.sum(2).flatten(0, 1)
+    return sums
+
+
+def weight_blocks(query: torch.Tensor, keys: torch.Tensor, options: AttentionOptions) -> Iterator[torch.Tensor]:
+    """The attention weights of the last q positions, in blocks [kv_heads, group, queries, s] of what they can see."""
     heads, q, _ = query.shape
     s = keys.shape[1]
     keys = keys.float()
-    sums = torch.zeros(heads, s, dtype=torch.float32, device=keys.device)
     block = max(1, WEIGHTS_AT_ONCE // (heads * s))
     for start in range(0, q, block):
         stop = min(start + block, q)
-        last = s - q + stop  # what the block's last query sees
-        weights = attention_weights(query[:, start:stop], keys[:, :last], options)
-        sums[:, :last] += weights.sum(2).flatten(0, 1)
-    return sums
+        yield attention_weights(query[:, start:stop], keys[:, : s - q + stop], options)
 
 
 def empty(capture: Capture) -> Capture:
@@ -126,6 +155,7 @@ def empty(capture: Capture) -> Capture:
             window_queries=layer.window_queries[:, :0],
             seed=0,
             column_sums=None if layer.column_sums is None else layer.column_sums[:, :0],
+            moments={skip: none(layer.window_queries) for skip in layer.moments},
         )
         for layer in capture.layers
     )

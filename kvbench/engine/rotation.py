@@ -9,12 +9,14 @@ position into those at another are the layer's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbench.engine.engine import Engine
 from kvbench.errors import InputError
+
+if TYPE_CHECKING:
+    from kvbench.engine.engine import Engine
 
 PROBE_POSITIONS = (0, 37)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -30,16 +32,24 @@ class LayerRotation:
     def turn(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """keys [heads, m, dim] turned through ``by`` [heads, m] positions (may be negative)."""
         angle = by[..., None].float() * self.frequencies.to(keys.device)  # [heads, m, pairs]
-        cos, sin = angle.cos(), angle.sin()
+        return self._turned(keys, angle.cos(), angle.sin())
+
+    def mean_turn(self, vectors: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """vectors [..., dim], the mean of their turns through ``first``, ``first + 1``, ... (``count`` of them)."""
+        at = torch.arange(first, first + count, device=vectors.device, dtype=torch.float32)
+        angle = at[:, None] * self.frequencies.to(vectors.device)  # [count, pairs]
+        return self._turned(vectors, angle.cos().mean(0), angle.sin().mean(0))
+
+    def _turned(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotated = 2 * self.frequencies.numel()
-        part, rest = keys[..., :rotated].float(), keys[..., rotated:]
+        part, rest = vectors[..., :rotated].float(), vectors[..., rotated:]
         if self.interleaved:
             first, second = part[..., 0::2], part[..., 1::2]
         else:
             first, second = part.chunk(2, dim=-1)
         turned = (first * cos - second * sin, second * cos + first * sin)
         joined = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
-        return torch.cat([joined.to(keys.dtype), rest], dim=-1)
+        return torch.cat([joined.to(vectors.dtype), rest], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ from safetensors.torch import load_file
 from kvbench.engine import Capture, LayerCapture
 from kvbench.engine.attention import AttentionOptions
 from kvbench.engine.capture import column_sums
-from kvbench.engine.rotation import LayerRotation
+from kvbench.engine.moments import moments
+from kvbench.engine.rotation import LayerRotation, Rotation
 from kvbench.methods import Compressed, Method, Protect, Region
 from kvbench.methods.allocators import Adaptive, Allocator, PerHead, Pyramid, Uniform
 from kvbench.methods.codecs import Plain
 from kvbench.methods.decode import HeavyHitters
 from kvbench.methods.evicting import EvictingLayer
+from kvbench.methods.expected_attention import ExpectedAttention
 from kvbench.methods.lagkv import LagKV
 from kvbench.methods.scorers import ColumnSums, KeyDiff, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
 
@@ -150,6 +152,36 @@ def lagkv(case: Case, tensors: Tensors) -> str | None:
             return fault
     flat = {name: tensor for name, tensor in tensors.items() if name != "scores"}
     return check(scorer, Protect(params["n_sink"], 0), case, flat, params["n_kept"])
+
+
+def expected_attention(case: Case, tensors: Tensors) -> str | None:
+    """The case's queries are those before rotary embedding: they are rotated first, as the engine sees them."""
+    params = case["params"]
+    turn = rope(params)
+    scorer = ExpectedAttention(
+        params["n_future_positions"],
+        params["n_sink"],
+        params["use_covariance"],
+        params["use_vnorm"],
+        params["epsilon"],
+        Rotation((turn,)),
+    )
+    at = torch.arange(params["seq_len"])
+    for batch in range(tensors["k"].shape[0]):
+        one = {name: tensor[batch : batch + 1] for name, tensor in tensors.items()}
+        queries = turn.turn(one["q"][0], at.expand(one["q"].shape[1], -1))
+        skip = params["n_sink"]
+        layer = replace(capture_of(one, 0, 0).layers[0], moments={skip: moments(queries, 0, skip, turn)})
+        fault = wrong_scores(scorer(layer), one, 0)
+        if fault:
+            return fault
+        method = Method("golden", scorer, Uniform(), Protect(skip), Plain())
+        capture = Capture((layer,), layer.tokens, None)
+        kept = method.compress(capture, Region(layer.tokens, layer.tokens), params["n_kept"], room=0).positions[0]
+        fault = wrong_choice(torch.stack(list(kept)), one, 0, exact=True)
+        if fault:
+            return fault
+    return None
 
 
 def tova(case: Case, tensors: Tensors) -> str | None:
@@ -340,6 +372,7 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "tova": tova,
     "keydiff": keydiff,
     "lagkv": lagkv,
+    "expected_attention": expected_attention,
     "streamingllm_prefill": streamingllm,
     "random": random,
     "key_rerotation": key_rotation,
