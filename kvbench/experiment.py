@@ -66,8 +66,9 @@ class Models:
     def setup(self, cell: Cell) -> Setup:
         """The cell's model as the parts of its method see it."""
         engine = self.engine(cell)
-        if self._setup is None:
-            self._setup = Setup(engine, cell.encoder, cell.source.content_sha256)
+        chat = cell.encoder.effective_chat(cell.task.chat)
+        if self._setup is None or self._setup.chat != chat:
+            self._setup = Setup(engine, cell.encoder, cell.source.content_sha256, chat)
         return self._setup
 
     def rotation(self, cell: Cell) -> Rotation | None:

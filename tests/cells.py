@@ -19,6 +19,10 @@ from kvbench.methods.codebook import Codebooks
 from kvbench.methods.expected_attention import ExpectedAttention
 from kvbench.methods.hcattention import HCAttention
 from kvbench.methods.head_classes import HeadClasses
+from kvbench.methods.kvzip import KVzip
+from kvbench.methods.setup import Setup
+from kvbench.models.byte_tokenizer import build_byte_tokenizer
+from kvbench.prompts import PromptEncoder
 from kvbench.protocols import ContextRun, Start, Switches, plan, start
 
 VARIANTS = ("snapkv_niah", "snapkv_command_r", "snapkv_kvcf")  # other settings of a method that is listed anyway
@@ -45,6 +49,8 @@ def method_config(name: str, *overrides: str) -> dict:
         small = ["method.codec.groups=4", "method.codec.centroids=64"]
     if name == "lagkv":
         small = ["method.lag=8"]
+    if name == "kvzip":
+        small = ["method.repeat_chunk=32", "method.sinks=2"]
     if name == "duoattention":
         small = ["method.sinks=2", "method.recent=6"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
@@ -77,6 +83,10 @@ def fitted(method: Method, engine: Engine) -> Method:
     """The method with made-up head classes or codebooks where it would measure them."""
     if isinstance(method.codec, HCAttention):
         return with_codebooks(method, engine)
+    if isinstance(method.scorer, KVzip):
+        return replace(
+            method, scorer=replace(method.scorer, setup=Setup(engine, PromptEncoder(build_byte_tokenizer()), "tiny"))
+        )
     if isinstance(method.scorer, ExpectedAttention):
         return replace(method, scorer=replace(method.scorer, rotation=discover(engine)))
     return with_classes(method, engine) if isinstance(method.allocator, HeadClasses) else method

@@ -58,6 +58,7 @@ class Capture:
     layers: tuple[LayerCapture, ...]
     tokens: int
     logits: torch.Tensor | None  # [vocabulary]; None when no token was fed
+    ids: tuple[int, ...] = ()  # the tokens themselves
 
     def nbytes(self, tokens: int) -> int:
         """Bytes that an uncompressed cache of ``tokens`` tokens holds, from the tensors captured here.

@@ -86,7 +86,12 @@ class Engine:
         tokens = torch.tensor([list(ids)], device=self.device)
         logits = self._forward(current, tokens, self._positions(before.tokens, len(ids)))[0]
         layers = tuple(current.after[index] for index in sorted(current.after))
-        return Capture(layers, before.tokens + len(ids), logits)
+        return Capture(layers, before.tokens + len(ids), logits, (*before.ids, *ids))
+
+    @torch.inference_mode()
+    def read(self, current: ForwardPass, ids: Sequence[int], first: int) -> None:
+        """A pass over tokens that stand at positions from ``first`` on, for what ``current`` sees in it."""
+        self._forward(current, torch.tensor([list(ids)], device=self.device), self._positions(first, len(ids)))
 
     def _forward(self, current: ForwardPass, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] after the last of the new tokens; ids and positions [rows, q]."""

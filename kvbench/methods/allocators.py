@@ -182,23 +182,29 @@ class Adaptive:
 class Global:
     """The highest scores of all layers and heads together (KVzip, arXiv 2505.23416, its non-uniform budgets).
 
-    Every head keeps at least ``least`` entries; the total is exactly ``budget * heads`` over all layers.
+    Every head keeps its first ``sinks`` and last ``recent`` entries, and at least one; the others compete, and the
+    total is exactly ``budget * heads`` over all layers. Equal scores go to the earlier layer, head and token.
     """
 
-    least: int = 1
+    sinks: int = 0
+    recent: int = 0
 
     def __call__(self, budget: int, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not scores:
             return []
-        heads = torch.tensor([layer.shape[0] for layer in scores])
+        heads = [layer.shape[0] for layer in scores]
         tokens = min(layer.shape[1] for layer in scores)
         if budget >= tokens:
             return in_every_head([budget] * len(scores), scores)
-        least = max(1, min(self.least, budget))
-        device = scores[0].device
-        ranked = [layer.sort(dim=-1, descending=True, stable=True).values[:, least:].to(device) for layer in scores]
-        owner = torch.arange(int(heads.sum()), device=device).repeat_interleave(tokens - least)
+        device, safe = scores[0].device, min(self.sinks + self.recent, budget)
+        ranked = [layer[:, self.sinks : tokens - self.recent].to(device) for layer in scores] if safe < budget else []
+        if safe == 0:
+            safe, ranked = 1, [layer.sort(dim=-1, descending=True, stable=True).values[:, 1:] for layer in ranked]
+        if budget == safe:
+            return in_every_head([budget] * len(scores), scores)
+        rivals = ranked[0].shape[1]
+        owner = torch.arange(sum(heads), device=device).repeat_interleave(rivals)
         order = torch.cat([layer.flatten() for layer in ranked]).sort(descending=True, stable=True).indices
-        chosen = owner[order[: int(heads.sum()) * (budget - least)]]
-        counts = torch.bincount(chosen, minlength=int(heads.sum())).cpu() + least
-        return list(counts.split(heads.tolist()))
+        chosen = owner[order[: sum(heads) * (budget - safe)]]
+        counts = torch.bincount(chosen, minlength=sum(heads)).cpu() + safe
+        return list(counts.split(heads))

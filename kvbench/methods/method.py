@@ -17,7 +17,7 @@ from kvbench.methods.allocators import Allocator
 from kvbench.methods.codecs import Codec, Plain
 from kvbench.methods.decode import DecodeRule, Rolling
 from kvbench.methods.evicting import EvictingLayer
-from kvbench.methods.scorers import Scorer
+from kvbench.methods.scorers import CaptureScorer, Scorer
 from kvbench.methods.selection import Protect, select_per_head
 from kvbench.methods.setup import Setup
 
@@ -60,7 +60,7 @@ class Method:
     """How a capture becomes a cache. ``scorer`` None: nothing is ever evicted."""
 
     name: str
-    scorer: Scorer | None
+    scorer: Scorer | CaptureScorer | None
     allocator: Allocator | None
     protect: Protect
     codec: Codec
@@ -97,11 +97,14 @@ class Method:
         """Scores [kv_heads, tokens] of every compressed layer; none if the method evicts nothing."""
         if self.scorer is None:
             return []
-        scores = []
-        for layer in capture.layers:
-            if layer.options.sliding_window is None:
-                scores.append(self.scorer(layer))
-                check_scores(scores[-1], layer, self.scorer)
+        whole = [layer for layer in capture.layers if layer.options.sliding_window is None]
+        if isinstance(self.scorer, CaptureScorer):
+            found = self.scorer.of_capture(capture)
+            scores = [found[layer.index] for layer in whole]
+        else:
+            scores = [self.scorer(layer) for layer in whole]
+        for layer, of_layer in zip(whole, scores, strict=True):
+            check_scores(of_layer, layer, self.scorer)
         return scores
 
     def compress(
@@ -273,7 +276,7 @@ def shaped(flat: torch.Tensor, kept: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat.view(len(kept), len(kept[0]), flat.shape[-1])
 
 
-def check_scores(scores: torch.Tensor, layer: LayerCapture, scorer: Scorer) -> None:
+def check_scores(scores: torch.Tensor, layer: LayerCapture, scorer: Scorer | CaptureScorer) -> None:
     """A scorer of the wrong shape, or one that gives NaN where the model did not, must not choose anything."""
     expected = tuple(layer.keys.shape[:2])
     if tuple(scores.shape) != expected:

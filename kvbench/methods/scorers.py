@@ -7,14 +7,15 @@ of scores: it is protected by index, see ``kvbench.methods.selection``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 
 from kvbench.engine.attention import attention_weights
-from kvbench.engine.capture import LayerCapture, Needs
+from kvbench.engine.capture import Capture, LayerCapture, Needs
 from kvbench.methods.decode import reduce_heads
 
 
@@ -25,6 +26,18 @@ class Scorer(Protocol):
     def needs(self) -> Needs: ...
 
     def __call__(self, layer: LayerCapture) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class CaptureScorer(Protocol):
+    """A scorer that looks at all layers at once (one that runs the model again, say)."""
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def of_capture(self, capture: Capture) -> Mapping[int, torch.Tensor]:
+        """Scores, fp32 [kv_heads, n], of every layer that is no sliding-window layer."""
+        ...
 
 
 def window_attention(layer: LayerCapture, window: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ class Setup:
     engine: Engine
     encoder: PromptEncoder
     model_sha256: str  # the content hash of the model: what fitted files are kept under
+    chat: bool = False  # are the task's prompts wrapped in the chat template?
 
     @cached_property
     def rotation(self) -> Rotation:

@@ -25,11 +25,12 @@ from kvbench.engine.capture import column_sums
 from kvbench.engine.moments import moments
 from kvbench.engine.rotation import LayerRotation, Rotation
 from kvbench.methods import Compressed, Method, Protect, Region
-from kvbench.methods.allocators import Adaptive, Allocator, PerHead, Pyramid, Uniform
+from kvbench.methods.allocators import Adaptive, Allocator, Global, PerHead, Pyramid, Uniform
 from kvbench.methods.codecs import Plain
 from kvbench.methods.decode import HeavyHitters
 from kvbench.methods.evicting import EvictingLayer
 from kvbench.methods.expected_attention import ExpectedAttention
+from kvbench.methods.kvzip import KVzip, chunk_scores
 from kvbench.methods.lagkv import LagKV
 from kvbench.methods.scorers import ColumnSums, KeyDiff, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
 
@@ -181,6 +182,46 @@ def expected_attention(case: Case, tensors: Tensors) -> str | None:
         fault = wrong_choice(torch.stack(list(kept)), one, 0, exact=True)
         if fault:
             return fault
+    return None
+
+
+def kvzip(case: Case, tensors: Tensors) -> str | None:
+    """Scores chunk by chunk; the reference leaves the prefix tokens behind its sinks at 0.
+
+    Its totals need not be a whole number of entries per head: then its choice must lie between those of the budgets
+    just below and just above.
+    """
+    params = case["params"]
+    sinks, fed = min(params["n_sink"], params["prefix_length"]), 0
+    layers, scores = [], []
+    for index, keys in enumerate(tensors["k_ctx"]):
+        layers.append(replace(capture_of({"k": keys[None]}, 0, 0).layers[0], index=index))
+        scores.append(torch.zeros(keys.shape[:2]))
+        scores[-1][:, :sinks], fed, start = 1.0, 0, params["prefix_length"]
+        for chunk in params["chunk_lengths"]:
+            queries, repeated = (
+                tensors[n][index][:, fed : fed + chunk + params["repeat_extra"]] for n in ("q_rep", "k_rep")
+            )
+            scores[-1][:, start : start + chunk] = chunk_scores(
+                layers[-1], queries, repeated, sinks, start, start + chunk
+            )
+            start, fed = start + chunk, fed + chunk + params["repeat_extra"]
+        if not torch.allclose(scores[-1], tensors["scores"][index], rtol=1e-4, atol=1e-7):
+            return f"layer {index}: scores differ"
+    expected, tokens = tensors["kept_mask"], layers[0].tokens
+    allocator = Adaptive(0, 0.0, False) if params["layerwise"] else Global()
+    method = Method("golden", KVzip(), allocator, Protect(sinks), Plain())
+    total, heads = int(expected.sum()), expected.shape[0] * expected.shape[1]
+    for budget in (total // heads, -(-total // heads)):
+        capture = Capture(tuple(layers), tokens, None)
+        found = method.compress(capture, Region(tokens, tokens), budget, 0, None, scores).positions
+        mask = torch.zeros_like(expected)
+        for index in range(len(layers)):
+            for head, kept in enumerate(found[index]):
+                mask[index, head, kept] = True
+        less, more = (mask, expected) if budget * heads <= total else (expected, mask)
+        if (less & ~more).any() or (budget * heads == total and (more & ~less).any()):
+            return f"keeps other positions than the reference at {budget} entries per head"
     return None
 
 
@@ -373,6 +414,7 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "keydiff": keydiff,
     "lagkv": lagkv,
     "expected_attention": expected_attention,
+    "kvzip": kvzip,
     "streamingllm_prefill": streamingllm,
     "random": random,
     "key_rerotation": key_rotation,
