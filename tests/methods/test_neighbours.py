@@ -128,7 +128,7 @@ def test_expected_attention_of_a_text_no_longer_than_its_sinks(llama: torch.nn.M
 
 
 def test_expected_attention_refuses_a_model_whose_queries_cannot_be_turned_back() -> None:
-    with pytest.raises(InputError, match="method.scorer"):
+    with pytest.raises(InputError, match=r"method\.scorer"):
         ExpectedAttention().prepared(setup_of(build("gpt2")))
 
 
