@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvbench.engine import Engine
 from kvbench.engine.rotation import Rotation
 from kvbench.engine.selftest import self_test
 from kvbench.errors import InputError, SampleError
+from kvbench.grid import distinct, grids
 from kvbench.methods import Method
 from kvbench.methods.setup import Setup
 from kvbench.results import CellStore, open_cell, record_unopened
@@ -28,7 +30,7 @@ from kvbench.results.folder import TaskInfo
 from kvbench.results.progress import Progress
 from kvbench.results.summary import summarise
 from kvbench.results.tracker import Tracker, open_tracker
-from kvbench.sample_runner import SampleRunner
+from kvbench.sample_runner import Job, SampleRunner
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +83,11 @@ class Models:
 
 
 def run_cells(runs: Sequence[RunConfig]) -> int:
-    """Runs cells one after the other and returns the exit code: 0 all well, 1 something failed.
+    """Runs cells and returns the exit code: 0 all well, 1 something failed.
 
-    All cells are made ready before the first one starts, so that wrong input (InputError) costs nothing. A cell or a
-    sample that fails costs itself, not the others, unless ``fail_fast``.
+    All cells are made ready before the first one starts, so that wrong input (InputError) costs nothing. Cells that
+    share model, task and prompts run together (``kvbench.grid``). A cell or a sample that fails costs itself, not the
+    others, unless ``fail_fast``.
     """
     from kvbench.results.render import end_of_run_table  # pandas: not needed until now
 
@@ -92,10 +95,9 @@ def run_cells(runs: Sequence[RunConfig]) -> int:
     preparation, models = Preparation(), Models()
     cells = distinct([preparation.cell(run) for run in runs])
     outcomes: list[Outcome] = []
-    for cell in cells:
-        outcome = run_cell(cell, models)
-        outcomes.append(outcome)
-        if cell.run.fail_fast and (outcome.error or outcome.problems):
+    for grid in grids(cells):
+        outcomes += run_grid(grid, models)
+        if grid[0].run.fail_fast and (outcomes[-1].error or outcomes[-1].problems):
             log.error("fail_fast=true: %d cells were not started", len(cells) - len(outcomes))
             break
     print(end_of_run_table([read_cell(outcome.folder) for outcome in outcomes if outcome.folder is not None]))
@@ -109,16 +111,6 @@ def log_to_terminal() -> None:
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
         logging.getLogger("kvbench").setLevel(logging.INFO)
-
-
-def distinct(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells without repeats (a method that evicts nothing is the same cell at every budget)."""
-    first: dict[tuple[str, str, str], Cell] = {}
-    for cell in cells:
-        known = first.setdefault((cell.run.runs, cell.run.experiment, cell.hash), cell)
-        if known is not cell:
-            log.info("%s %s %s: the same cell as before, run once", cell.task.name, cell.method.name, cell.budget)
-    return list(first.values())
 
 
 def exit_code(outcomes: Sequence[Outcome], expected: int) -> int:
@@ -136,60 +128,97 @@ def exit_code(outcomes: Sequence[Outcome], expected: int) -> int:
     return 1 if failed or len(outcomes) < expected else 0
 
 
-def run_cell(cell: Cell, models: Models) -> Outcome:
-    """Computes what is missing of a cell and summarises it."""
-    task = TaskInfo.of(cell.task, cell.run.limit)
-    environment = env(cell.device)
+def run_grid(cells: Sequence[Cell], models: Models) -> list[Outcome]:
+    """Computes what is missing of cells that share their prompts, and summarises each; one outcome for every cell."""
+    outcomes: dict[str, Outcome] = {}
+    with ExitStack() as stack:
+        stores: dict[str, CellStore] = {}
+        for cell in cells:
+            environment, task = env(cell.device), TaskInfo.of(cell.task, cell.run.limit)
+            try:
+                stores[cell.hash] = stack.enter_context(
+                    open_cell(cell.run.runs, cell.run, cell.identity, environment, task)
+                )
+            except Exception as error:
+                unopened = not isinstance(error, InputError)
+                folder = record_unopened(cell.run.runs, cell.run, error, environment) if unopened else None
+                outcomes[cell.hash] = Outcome(folder, [], error)
+        opened = [cell for cell in cells if cell.hash in stores]
+        errors = compute_missing(opened, stores, models)
+        for cell in opened:
+            outcomes[cell.hash] = closed(cell, stores[cell.hash], errors.get(cell.hash))
+    return [outcomes[cell.hash] for cell in cells]
+
+
+def closed(cell: Cell, store: CellStore, error: Exception | None) -> Outcome:
+    """What became of a cell whose samples were run, or that ``error`` ended; its summary is written."""
     try:
-        store = open_cell(cell.run.runs, cell.run, cell.identity, environment, task)
-    except Exception as error:
-        unopened = not isinstance(error, InputError)
-        folder = record_unopened(cell.run.runs, cell.run, error, environment) if unopened else None
-        return Outcome(folder, [], error)
-    with store:
+        if error is not None:
+            raise error
+        records = store.records()
+        for warning in warnings(cell.run, records):
+            log.warning("%s", warning)
+        store.finish(summarise(cell.run, store.task, records))
+        return Outcome(store.folder, problems(cell.run, records))
+    except Exception as fault:
+        store.fail(fault)
+        return Outcome(store.folder, [], fault)
+
+
+def compute_missing(cells: Sequence[Cell], stores: Mapping[str, CellStore], models: Models) -> dict[str, Exception]:
+    """One record for every sample that has none yet; returns what ended a cell early, by the cell's hash."""
+    errors: dict[str, Exception] = {}
+    jobs: list[Job] = []
+    for cell in cells:
+        store = stores[cell.hash]
+        if not store.missing:
+            log.info("%s: all %d records are there, nothing to compute", store.folder, len(cell.samples))
+            continue
+        log.info("%s: %d of %d samples to run", store.folder, len(store.missing), len(cell.samples))
         try:
-            compute_missing(cell, store, models)
-            records = store.records()
-            for warning in warnings(cell.run, records):
-                log.warning("%s", warning)
-            store.finish(summarise(cell.run, task, records))
-            return Outcome(store.folder, problems(cell.run, records))
+            jobs.append(Job(cell, store, models.method(cell), models.rotation(cell)))
         except Exception as error:
-            store.fail(error)
-            return Outcome(store.folder, [], error)
-
-
-def compute_missing(cell: Cell, store: CellStore, models: Models) -> None:
-    """One record for every sample that has none yet."""
-    missing = set(store.missing)
-    if not missing:
-        log.info("%s: all %d records are there, nothing to compute", store.folder, len(cell.samples))
-        return
-    log.info("%s: %d of %d samples to run", store.folder, len(missing), len(cell.samples))
-    tracker = open_tracker(cell.run.tracker, cell.run, store.folder)
-    code = 1
+            errors[cell.hash] = error
+    if not jobs:
+        return errors
+    trackers = {job: open_tracker(job.cell.run.tracker, job.cell.run, job.store.folder) for job in jobs}
+    whole = False
     try:
-        run_samples(cell, store, models, missing, tracker)
-        code = 0
+        errors |= run_samples(jobs, models.engine(jobs[0].cell), trackers)
+        whole = True
+    except Exception as error:
+        errors |= {job.cell.hash: error for job in jobs if job.cell.hash not in errors}
     finally:
-        tracker.finish(summarise(cell.run, store.task, store.records()), code)
+        for job, tracker in trackers.items():
+            code = 0 if whole and job.cell.hash not in errors else 1
+            tracker.finish(summarise(job.cell.run, job.store.task, job.store.records()), code)
+    return errors
 
 
-def run_samples(cell: Cell, store: CellStore, models: Models, missing: set[str], tracker: Tracker) -> None:
-    """Computes and stores the records of the missing samples, context by context."""
-    runner: SampleRunner | None = None
-    done = len(cell.samples) - len(missing)
-    with Progress(len(cell.samples), cell.task.name, done=done) as progress:
-        for group in by_context(cell.task.samples):
-            wanted = [sample for sample in group if sample.id in missing]
-            if not wanted:
+def run_samples(jobs: Sequence[Job], engine: Engine, trackers: Mapping[Job, Tracker]) -> dict[str, Exception]:
+    """Computes and stores the records of the missing samples, context by context; returns what ended a cell early."""
+    errors: dict[str, Exception] = {}
+    runner, task = SampleRunner(jobs, engine), jobs[0].cell.task
+    missing = {job: set(job.store.missing) for job in jobs}
+    total, left = sum(len(job.cell.samples) for job in jobs), sum(map(len, missing.values()))
+    what, unit = (task.name, "sample") if len(jobs) == 1 else (f"{task.name}, {len(jobs)} cells", "record")
+    with Progress(total, what, unit=unit, done=total - left) as progress:
+        for group in by_context(task.samples):
+            wanted = {
+                s.id: [job for job in jobs if s.id in missing[job] and job.cell.hash not in errors] for s in group
+            }
+            if not any(wanted.values()):
                 continue
-            runner = runner or SampleRunner(
-                cell, store, models.engine(cell), models.method(cell), models.rotation(cell)
-            )
-            for record in runner.group(group, wanted):
-                store.append(record)
-                tracker.log(record)
+            for job, record in runner.group(group, wanted):
+                if job.cell.hash in errors:
+                    continue
+                try:
+                    job.store.append(record)
+                except Exception as error:  # its folder is gone or full, or another process has taken the cell over
+                    errors[job.cell.hash] = error
+                    continue
+                trackers[job].log(record)
                 progress.update(note=record["sample_id"])
-                if cell.run.fail_fast and record["status"] == "failed":
+                if job.cell.run.fail_fast and record["status"] == "failed":
                     raise SampleError(f"sample {record['sample_id']}: {record['error']}")
+    return errors

@@ -67,14 +67,15 @@ def plan(
             )
     if switches.protocol == "aware":
         fed = () if full else asked[-1:]
-        return Plan(asked, Region(evictable, context + len(asked) - len(fed), len(fed)), entries, fed, full)
+        region = Region(evictable, context + len(asked) - len(fed), len(fed), again=len(fed))
+        return Plan(asked, region, entries, fed, full)
     captured = tuple(other or ()) if switches.protocol == "swapped" else ()
     return Plan(captured, Region(context, context, len(asked)), entries, asked, full)
 
 
 @dataclass
 class ContextRun:
-    """One context's capture and its blind compression, shared by all questions about it.
+    """One context's capture and its blind compression, shared by all cells and all questions about it.
 
     The context is prefilled once, alone, and each question extends it, so that what is stored of a context does not
     depend, not even in its rounding, on what follows it or on which cells share it. (The exception is the full cache of
@@ -85,9 +86,12 @@ class ContextRun:
     ids: tuple[int, ...]
     needs: Needs
     shared: bool = False  # do other questions about the context exist?
+    cells: int = 1  # how many cells use each capture
     prefill_s: float = 0.0
     _capture: Capture | None = None
-    _streamed: tuple[tuple[tuple[int, ...], int], tuple[Streamed, int]] | None = None
+    _extended: dict[tuple[int, ...], tuple[Capture, float]] = field(default_factory=dict)
+    _scores: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = field(default_factory=dict)
+    _streamed: tuple[tuple[int, tuple[int, ...], int], tuple[Streamed, int]] | None = None
     _blind: dict[tuple[int, int, int], Compressed] = field(default_factory=dict)
 
     def context(self) -> Capture:
@@ -105,24 +109,44 @@ class ContextRun:
         """
         if one_pass:
             started = self.now()
-            capture = self.engine.prefill((*self.ids, *following), self.needs, context=len(self.ids))
+            capture = self.engine.prefill((*self.ids, *following), context=len(self.ids))
             return capture, self.now() - started
         context = self.context()
+        if not following:
+            return context, self.prefill_s
+        if following in self._extended:
+            return self._extended[following]
         started = self.now()
-        capture = self.engine.extend(context, following, self.needs) if following else context
-        return capture, self.prefill_s + self.now() - started
+        capture = self.engine.extend(context, following, self.needs)
+        extended = capture, self.prefill_s + self.now() - started
+        if self.cells > 1:
+            self._extended[following] = extended
+        return extended
+
+    def scores(self, method: Method, plan: Plan, capture: Capture) -> list[torch.Tensor] | None:
+        """The method's scores, computed once for all cells with its scorer; None where they need not be kept."""
+        if self.cells == 1 or not method.scorer_settings or plan.budget >= plan.region.evictable:
+            return None
+        key = method.scorer_settings, plan.captured
+        if key not in self._scores:
+            self._scores[key] = method.scores(capture, plan.region)
+        return self._scores[key]
 
     def streamed(
         self, method: Method, ids: tuple[int, ...], budget: int, rotation: Rotation | None
     ) -> tuple[Streamed, int]:
         """The text read through sinks and a recent window; read once for all questions that see the same text."""
-        if self._streamed is None or self._streamed[0] != (ids, budget):
-            self._streamed = (ids, budget), read(self.engine, method, ids, budget, rotation)
+        key = id(method), ids, budget
+        if self._streamed is None or self._streamed[0] != key:
+            self._streamed = key, read(self.engine, method, ids, budget, rotation)
         return self._streamed[1]
 
     def release(self) -> None:
-        """Lets go of the capture; a later question would compute it again."""
-        self._capture = self._streamed = None
+        """Lets go of what this question needed, and of all where there is no other; it would be computed again."""
+        self._extended.clear()
+        self._scores = {key: scores for key, scores in self._scores.items() if self.shared and not key[1]}
+        if not self.shared:
+            self._capture = self._streamed = None
 
     def now(self) -> float:
         """Seconds, once the device has done what it was asked to do."""
@@ -242,10 +266,12 @@ def _compress(
     run: ContextRun, method: Method, plan: Plan, capture: Capture, room: int, rotation: Rotation | None
 ) -> Compressed:
     if plan.captured or not run.shared:
-        return method.compress(capture, plan.region, plan.budget, room, rotation)
+        scores = run.scores(method, plan, capture)
+        return method.compress(capture, plan.region, plan.budget, room, rotation, scores)
     key = (id(method), plan.budget, plan.region.fed)
     if key not in run._blind:
-        run._blind[key] = method.compress(capture, plan.region, plan.budget, room, rotation)
+        scores = run.scores(method, plan, capture)
+        run._blind[key] = method.compress(capture, plan.region, plan.budget, room, rotation, scores)
     kept = run._blind[key]
     return Compressed(kept.cache.copy(), kept.kept, kept.positions, kept.note)
 

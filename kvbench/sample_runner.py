@@ -1,59 +1,90 @@
-"""Runs the samples of one cell: from a sample to its record, whatever goes wrong with it."""
+"""Runs the samples of a grid: from a sample to one record for every cell, whatever goes wrong with it."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 
 from kvbench.cell import Cell, other_question
-from kvbench.engine import Engine, StopRule
+from kvbench.engine import Engine, Generated, Needs, StopRule
 from kvbench.engine.rotation import Rotation
 from kvbench.errors import SampleError
 from kvbench.methods import Method
 from kvbench.prompts import Prompt
-from kvbench.protocols import ContextRun, plan, start, window_question_tokens
+from kvbench.protocols import ContextRun, Plan, Start, plan, start, window_question_tokens
 from kvbench.results import CellStore
 from kvbench.tasks import scoring
 from kvbench.tasks.sample import Sample
 
 log = logging.getLogger(__name__)
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A cell whose samples are to be run, with its method made ready for the model."""
+
+    cell: Cell
+    store: CellStore
+    method: Method
+    rotation: Rotation | None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A cell's sample up to its first answer token."""
+
+    job: Job
+    planned: Plan
+    started: Start
+    measured: Mapping[str, Any]
 
 
 class SampleRunner:
-    """Runs the samples of one cell on one engine."""
+    """Runs the samples of a grid's cells, which share model, task and prompts (``kvbench.grid``), on one engine.
 
-    def __init__(self, cell: Cell, store: CellStore, engine: Engine, method: Method, rotation: Rotation | None) -> None:
-        self.cell, self.store, self.engine, self.method, self.rotation = cell, store, engine, method, rotation
-        newline = cell.encoder.newline_ids() if cell.task.stop_at_newline else frozenset()
-        self.stop_ids = cell.source.eos_ids() | newline
-        self.chat = cell.encoder.effective_chat(cell.task.chat)
+    The context of a sample is prefilled once for all cells, and their answers are decoded as rows of one batch.
+    """
 
-    def group(self, group: Sequence[Sample], wanted: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-        """Yields a record for every wanted sample of one context, whose capture they share."""
+    def __init__(self, jobs: Sequence[Job], engine: Engine) -> None:
+        self.jobs, self.engine = jobs, engine
+        self.cell = jobs[0].cell  # for what they share
+        newline = self.cell.encoder.newline_ids() if self.cell.task.stop_at_newline else frozenset()
+        self.stop_ids = self.cell.source.eos_ids() | newline
+        self.chat = self.cell.encoder.effective_chat(self.cell.task.chat)
+        self.needs = reduce(or_, (job.method.needs for job in jobs), Needs())
+
+    def group(self, group: Sequence[Sample], wanted: Mapping[str, Sequence[Job]]) -> Iterator[tuple[Job, Record]]:
+        """Yields a record for every wanted (sample id, job) of one context, whose capture they share."""
         limit, reserve = self._shared_room([s for s in group if s.error is None])
         context: ContextRun | None = None
-        for sample in wanted:
-            record = base_record(sample)
+        for sample in group:
+            jobs = wanted.get(sample.id, ())
+            if not jobs:
+                continue
             try:
                 if sample.error is not None:
                     raise SampleError(sample.error)
                 prompt = self._encode(sample, limit, reserve)
-                if self.cell.run.dump_prompts:
-                    self._dump(sample, prompt)
-                if context is None or context.ids != prompt.context_ids:
-                    context = ContextRun(self.engine, prompt.context_ids, self.method.needs, shared=len(group) > 1)
-                record |= self.run(sample, prompt, context)
-            except SampleError as error:
-                log.error("sample %s failed: %s", sample.id, error)
-                record |= {"status": "failed", "score": None, "error": str(error)}
+                for job in jobs:
+                    if job.cell.run.dump_prompts:
+                        dump(job.store, sample, prompt)
             except Exception as error:
-                log.exception("sample %s failed", sample.id)
-                record |= {"status": "failed", "score": None, "error": f"{type(error).__name__}: {error}"}
-            yield record
+                failed = failure(sample, error)
+                yield from ((job, dict(failed)) for job in jobs)
+                continue
+            if context is None or context.ids != prompt.context_ids:
+                context = ContextRun(
+                    self.engine, prompt.context_ids, self.needs, shared=len(group) > 1, cells=len(self.jobs)
+                )
+            yield from self._answered(sample, prompt, context, jobs)
 
     def _shared_room(self, group: Sequence[Sample]) -> tuple[int, int]:
         """Prompt tokens that all questions about a context may have, and how many of them the longest question needs.
@@ -67,60 +98,100 @@ class SampleRunner:
         lengths = [len(self._question_ids(s.question, s.answer_prefix)) for s in group]
         return limit, max((length for length in lengths if length <= limit // 2), default=0)
 
-    def run(self, sample: Sample, prompt: Prompt, context: ContextRun) -> dict[str, Any]:
-        """The measured part of a sample's record."""
-        cell = self.cell
+    def _answered(
+        self, sample: Sample, prompt: Prompt, context: ContextRun, jobs: Sequence[Job]
+    ) -> Iterator[tuple[Job, Record]]:
+        """A record for every job: all are begun, then their answers are decoded together."""
         if self.engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.engine.device)
+        begun: list[Begun] = []
+        for job in jobs:
+            try:
+                begun.append(self._begin(sample, prompt, context, job))
+            except Exception as error:
+                yield job, failure(sample, error)
+        context.release()  # the answers need the caches alone
+        if not begun:
+            return
+        try:
+            began = context.now()
+            generated = self._decode(sample, begun)
+            seconds = context.now() - began
+        except Exception as error:
+            if len(begun) == 1:
+                yield begun[0].job, failure(sample, error)
+                return
+            log.exception("sample %s: the answers of %d cells are decoded one by one", sample.id, len(begun))
+            again = [one.job for one in begun]
+            del begun  # their caches have grown, and may be what did not fit
+            for job in again:
+                yield from self._answered(sample, prompt, context, [job])
+            return
+        for one, row in zip(begun, generated, strict=True):
+            try:
+                yield one.job, base_record(sample) | self._record(sample, prompt, one, row, seconds, len(begun))
+            except Exception as error:
+                yield one.job, failure(sample, error)
+
+    def _begin(self, sample: Sample, prompt: Prompt, context: ContextRun, job: Job) -> Begun:
         other = None
-        if cell.switches.protocol == "swapped":
-            other = self._question_ids(*other_question(sample, cell.task.samples))
-        new = cell.max_new_tokens(sample)
-        planned = plan(cell.switches, len(prompt.context_ids), prompt.question_ids, other, cell.budget)
-        started = start(context, self.method, planned, prompt.question_ids, new, self.rotation)
-        if not context.shared:
-            context.release()  # the answer needs the cache alone
-        at_first_decode = started.cache
+        if job.cell.switches.protocol == "swapped":
+            other = self._question_ids(*other_question(sample, self.cell.task.samples))
+        new = self.cell.max_new_tokens(sample)
+        planned = plan(job.cell.switches, len(prompt.context_ids), prompt.question_ids, other, job.cell.budget)
+        started = start(context, job.method, planned, prompt.question_ids, new, job.rotation)
+        if context.cells == 1:
+            context.release()  # before anything else takes memory
+        cache = started.cache
         measured = {
             "kept_entries": started.compressed.kept_mean,
-            "entries_at_first_decode": at_first_decode.entries(),
-            "kv_bytes_device": at_first_decode.nbytes("device"),
-            "kv_bytes_host": at_first_decode.nbytes("host"),
+            "entries_at_first_decode": cache.entries(),
+            "kv_bytes_device": cache.nbytes("device"),
+            "kv_bytes_host": cache.nbytes("host"),
             "kv_bytes_full": started.bytes_full,
         }
-        stop = StopRule(self.stop_ids, new, min_new_tokens=1 if cell.task.stop_at_newline else 0)
-        began = context.now()
-        (generated,) = self.engine.decode([started.cache], started.logits[None], stop)
-        decode_s = context.now() - began
-        prediction = cell.encoder.decode(generated.ids)
+        return Begun(job, planned, started, measured)
+
+    def _decode(self, sample: Sample, begun: Sequence[Begun]) -> list[Generated]:
+        least = 1 if self.cell.task.stop_at_newline else 0
+        stop = StopRule(self.stop_ids, self.cell.max_new_tokens(sample), min_new_tokens=least)
+        logits = torch.stack([one.started.logits for one in begun])
+        return self.engine.decode([one.started.cache for one in begun], logits, stop)
+
+    def _record(
+        self, sample: Sample, prompt: Prompt, one: Begun, generated: Generated, decode_s: float, rows: int
+    ) -> Record:
+        """The measured part of a sample's record."""
+        method, started = one.job.method, one.started
         compressed = started.compressed
-        evicted = any(kept < planned.region.evictable for kept in compressed.kept)
+        evicted = any(kept < one.planned.region.evictable for kept in compressed.kept)
         return {
-            **self._answer(sample, prediction, generated.finite),
+            **self._answer(sample, self.cell.encoder.decode(generated.ids), generated.finite),
             "prompt_tokens": len(prompt.context_ids) + len(prompt.question_ids),
             "context_tokens": len(prompt.context_ids),
             "question_tokens": len(prompt.question_ids),
-            **measured,
+            **one.measured,
             "fingerprint": started.fingerprint,
-            "uncompressed": self.method.evicts and not evicted,
+            "uncompressed": method.evicts and not evicted,
             "note": compressed.note,
             "window_question_tokens": window_question_tokens(
-                cell.switches, self.method.needs.query_window, len(prompt.question_ids), prompt.tail_tokens
+                one.job.cell.switches, method.needs.query_window, len(prompt.question_ids), prompt.tail_tokens
             ),
             "prefill_s": started.prefill_s,
             "compress_s": started.compress_s,
             "feed_s": started.feed_s,
             "decode_s": decode_s,
+            "decode_rows": rows,
             "new_tokens": len(generated.ids),
-            **peak_memory(self.engine.device),
+            **peak_memory(self.engine.device, rows),
             "truncated_tokens": prompt.truncated_tokens,
             "answer_survived": prompt.answer_survived,
             "info": {
                 **sample.info,
                 "group": sample.group,
                 "context_sha256": hashlib.sha256(repr(prompt.context_ids).encode()).hexdigest()[:16],
-                "context_budget": planned.budget,
-                **({"method": facts} if (facts := self.method.facts()) else {}),
+                "context_budget": one.planned.budget,
+                **({"method": facts} if (facts := method.facts()) else {}),
             },
         }
 
@@ -151,10 +222,18 @@ class SampleRunner:
             reserve_question_tokens=reserve,
         )
 
-    def _dump(self, sample: Sample, prompt: Prompt) -> None:
-        self.store.dump_prompt(
-            sample.id, text=prompt.text, context_ids=prompt.context_ids, question_ids=prompt.question_ids
-        )
+
+def dump(store: CellStore, sample: Sample, prompt: Prompt) -> None:
+    store.dump_prompt(sample.id, text=prompt.text, context_ids=prompt.context_ids, question_ids=prompt.question_ids)
+
+
+def failure(sample: Sample, error: Exception) -> Record:
+    """The record of a sample that could not be run; must be called where the error is handled."""
+    if isinstance(error, SampleError):
+        log.error("sample %s failed: %s", sample.id, error)
+        return base_record(sample) | {"error": str(error)}
+    log.exception("sample %s failed", sample.id)
+    return base_record(sample) | {"error": f"{type(error).__name__}: {error}"}
 
 
 def base_record(sample: Sample) -> dict[str, Any]:
@@ -171,8 +250,10 @@ def base_record(sample: Sample) -> dict[str, Any]:
     }
 
 
-def peak_memory(device: torch.device) -> dict[str, Any]:
+def peak_memory(device: torch.device, rows: int) -> Record:
     """The most device memory that the sample's computation held, weights included, or null and why."""
+    if rows > 1:
+        return {"peak_bytes": None, "peak_bytes_note": "measured only where a cell runs alone"}
     if device.type == "cuda":
         return {"peak_bytes": torch.cuda.max_memory_allocated(device)}
     return {"peak_bytes": None, "peak_bytes_note": f"{device.type} does not record its peak"}

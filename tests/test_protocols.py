@@ -36,7 +36,7 @@ def test_plan(switches: Switches) -> None:
     made = plan(switches, 100, QUESTION, OTHER, Budget.parse(40))
     assert (made.captured, made.region, made.budget, made.fed) == (
         captured,
-        Region(evictable, stored, len(fed)),
+        Region(evictable, stored, len(fed), len(fed) if switches.protocol == "aware" else 0),
         budget,
         fed,
     )

@@ -28,12 +28,14 @@ class Region:
 
     Entries [0, evictable) compete for the budget; entries [evictable, stored) are kept on top of it. Entries from
     ``stored`` on are dropped after the choice: a question that the cache must forget (swapped), or the last prompt
-    token, which is fed again. ``fed`` prompt tokens go through the compressed cache before the answer.
+    token, which is fed again. ``fed`` prompt tokens go through the compressed cache before the answer; ``again`` says
+    how many of them were captured already.
     """
 
     evictable: int
     stored: int
     fed: int = 0
+    again: int = 0
 
     @property
     def on_top(self) -> int:
@@ -67,6 +69,7 @@ class Method:
     decode: DecodeRule | None = None
     prefill: str = "full"  # full | streaming: the text itself is read through sinks and a recent window
     chunk: int = 1024  # tokens that prefill=streaming reads at once: changes no result
+    scorer_settings: str = ""  # the scorer as configured: methods with the same give the same scores; "": unknown
 
     @property
     def evicts(self) -> bool:
@@ -215,8 +218,7 @@ class Method:
         assert self.decode is not None
         if not self.decode.observes:
             return None
-        again = min(region.fed, layer.tokens - region.stored)
-        carried = self.decode.start(layer, scores, again)
+        carried = self.decode.start(layer, scores, region.again)
         return carried.gather(1, torch.stack(list(kept)))
 
     def _evicting(
@@ -296,6 +298,7 @@ def build(config: Mapping[str, Any], instantiate: Callable[[Any], Any]) -> Metho
         decode=instantiate(config["decode"]) if config.get("decode") else None,
         prefill=config.get("prefill", "full"),
         chunk=config.get("chunk", 1024),
+        scorer_settings=repr(config.get("scorer")),
     )
     if method.decode is not None and not isinstance(method.codec, Plain):
         raise InputError(

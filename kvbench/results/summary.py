@@ -118,9 +118,16 @@ def token_summary(ok: Sequence[Record]) -> dict[str, float | None]:
 def time_summary(ok: Sequence[Record]) -> dict[str, Any]:
     """Mean seconds a sample; ``tokens_per_s`` is all new tokens over all decode seconds; ``peak_bytes`` the largest.
 
-    Where the peak is unknown, ``peak_bytes_note`` says why.
+    Where the peak is unknown, ``peak_bytes_note`` says why. Answers that were decoded as rows of one batch with those
+    of other cells say nothing about the speed of this one: they do not count in ``tokens_per_s``.
     """
-    timed = [record for record in ok if record.get("decode_s") is not None and record.get("new_tokens") is not None]
+    timed = [
+        record
+        for record in ok
+        if record.get("decode_s") is not None
+        and record.get("new_tokens") is not None
+        and record.get("decode_rows", 1) == 1
+    ]
     seconds = sum(record["decode_s"] for record in timed)
     peaks = [record["peak_bytes"] for record in ok if record.get("peak_bytes") is not None]
     notes = sorted({record["peak_bytes_note"] for record in ok if record.get("peak_bytes_note")})
