@@ -23,7 +23,7 @@ from kvbench.engine import Capture, LayerCapture
 from kvbench.engine.attention import AttentionOptions
 from kvbench.engine.capture import column_sums
 from kvbench.engine.moments import moments
-from kvbench.engine.rotation import LayerRotation, Rotation
+from kvbench.engine.rotation import Rotation
 from kvbench.methods import Compressed, Method, Protect, Region
 from kvbench.methods.allocators import Adaptive, Allocator, Global, PerHead, Pyramid, Uniform
 from kvbench.methods.codecs import Plain
@@ -35,7 +35,8 @@ from kvbench.methods.lagkv import LagKV
 from kvbench.methods.scorers import ColumnSums, KeyDiff, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.golden import kivi_cases
+from tests.golden import kivi_cases, streaming_cases
+from tests.golden.rotary import rope, rotated
 
 Tensors = dict[str, torch.Tensor]
 Case = dict[str, Any]
@@ -252,11 +253,9 @@ def random(case: Case, tensors: Tensors) -> str | None:
 
 def key_rotation(case: Case, tensors: Tensors) -> str | None:
     params = case["params"]
-    pairs = params["head_dim"] // 2
-    frequencies = params["rope_theta"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     kept = tensors["kept"][0]
     keys = tensors["k"][0].gather(1, kept[:, :, None].expand(-1, -1, params["head_dim"]))
-    moved = LayerRotation(frequencies.float(), interleaved=False).turn(keys, torch.arange(kept.shape[1]) - kept)
+    moved = rope(params).turn(keys, torch.arange(kept.shape[1]) - kept)
     difference = (moved - tensors["k_out"][0]).abs().max()
     return None if difference < 1e-5 else f"re-rotated keys differ by up to {difference:.2e}"
 
@@ -306,19 +305,6 @@ def h2o_decode(case: Case, tensors: Tensors) -> str | None:
             return f"chunk {at}: scores differ"
         start = stop
     return None
-
-
-def rope(params: Case) -> LayerRotation:
-    pairs = params["head_dim"] // 2
-    frequencies = params["rope_theta"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-    return LayerRotation(frequencies.float(), interleaved=False)
-
-
-def rotated(tensors: Tensors, params: Case) -> Tensors:
-    """Queries and keys rotated at the positions of their tokens."""
-    at = torch.arange(tensors["k"].shape[2])
-    rotation = rope(params)
-    return {name: rotation.turn(tensors[name][0], at.expand(tensors[name].shape[1], -1))[None] for name in "qk"}
 
 
 def pyramidkv(case: Case, tensors: Tensors) -> str | None:
@@ -425,6 +411,7 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "adakv": adakv,
     "headkv": headkv,
     **kivi_cases.CHECKS,
+    **streaming_cases.CHECKS,
 }
 
 
