@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import diagnose, groups
 from kvbench.config import ModelConfig, ProtocolConfig, RunConfig, TrackerConfig, conf_dir, freeze
 from kvbench.errors import InputError
-from kvbench.suggest import did_you_mean
+from kvbench.suggest import did_you_mean, one_of
 from kvbench.validate import validate
 
 FLAGS = (
@@ -158,11 +158,21 @@ class _Composer:
         composed = self.compose(job)
         try:
             _check_keys(composed, job)
+            _check_budget_keys(job)
             run = freeze(composed)
+            if isinstance(run.match, str):
+                run.match = self._matched(run.match)
         except OmegaConfBaseException as error:  # a reference that leads nowhere
             raise self._problem(job, error) from error
         validate(run)
         return run
+
+    def _matched(self, name: str) -> Any:
+        """The configuration of the method that ``match`` names, frozen into the run."""
+        known = sorted(groups.options(self.folders).get("method", ()))
+        if name not in known:
+            raise InputError("match", name, "is not a method.", one_of(name, known))
+        return freeze(self.compose([f"method={name}"])).method
 
     def compose(self, job: list[str], with_hydra: bool = False) -> DictConfig:
         try:
@@ -172,6 +182,14 @@ class _Composer:
 
     def _problem(self, job: list[str], error: Exception) -> InputError:
         return diagnose.Context(self.folders, self.search, self.config_name).explain(job, error)
+
+
+def _check_budget_keys(job: list[str]) -> None:
+    """A budget is given in one way: entries, bytes, or another method's bytes."""
+    given = [key for key in ("budget", "budget_bytes", "match") if _value_of(job, key) not in ("", "null")]
+    if len(given) > 1:
+        reason = f"and {given[0]}={_value_of(job, given[0])} both say how much may be kept."
+        raise InputError(given[1], _value_of(job, given[1]), reason, "Give one of them.")
 
 
 def _check_keys(composed: DictConfig, job: list[str]) -> None:

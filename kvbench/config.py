@@ -48,6 +48,8 @@ class RunConfig:
     task: Any = None  # {_target_: builder, name, path, ...builder arguments} (conf/task/**.yaml)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     budget: Any = 128  # entries per KV head (integer) | share in (0, 1) | "full"
+    budget_bytes: int | None = None  # instead of budget: device bytes of a sample's cache when its answer begins
+    match: Any = None  # instead of budget: the bytes that this method holds on the same sample
     budget_scope: str = "context"  # context | prompt
     question_evictable: bool = False
     first_token: str = "compressed"  # compressed | full

@@ -20,7 +20,6 @@ from kvbench.engine.rotation import Rotation
 from kvbench.engine.selftest import self_test
 from kvbench.errors import InputError, SampleError
 from kvbench.grid import distinct, grids
-from kvbench.methods import Method
 from kvbench.methods.setup import Setup
 from kvbench.results import CellStore, open_cell, record_unopened
 from kvbench.results.cells import read_cell
@@ -77,9 +76,11 @@ class Models:
         """How stored keys are moved, where the cell's positions are compact."""
         return self.setup(cell).rotation if cell.run.positions == "compact" else None
 
-    def method(self, cell: Cell) -> Method:
-        """The cell's method with what it needs of the model; InputError where the model does not fit its settings."""
-        return cell.method.prepared(self.setup(cell))
+    def job(self, cell: Cell, store: CellStore) -> Job:
+        """The cell with what its method needs of the model; InputError where the model does not fit its settings."""
+        setup = self.setup(cell)
+        match = None if cell.match is None else cell.match.prepared(setup)
+        return Job(cell, store, cell.method.prepared(setup), self.rotation(cell), match)
 
 
 def run_cells(runs: Sequence[RunConfig]) -> int:
@@ -176,7 +177,7 @@ def compute_missing(cells: Sequence[Cell], stores: Mapping[str, CellStore], mode
             continue
         log.info("%s: %d of %d samples to run", store.folder, len(store.missing), len(cell.samples))
         try:
-            jobs.append(Job(cell, store, models.method(cell), models.rotation(cell)))
+            jobs.append(models.job(cell, store))
         except Exception as error:
             errors[cell.hash] = error
     if not jobs:

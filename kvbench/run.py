@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from kvbench import __version__, usage
@@ -69,7 +70,7 @@ class Submission:
         self.code = 0
 
     def __call__(self, config: DictConfig) -> None:
-        self.run([freeze(config)])
+        self.run([self.frozen(HydraConfig.get().overrides.task) or freeze(config)])
 
     def frozen(self, overrides: Sequence[str]) -> RunConfig | None:
         """The cell that was composed from these overrides before anything ran."""

@@ -16,6 +16,7 @@ from kvbench.cell import Cell, other_question
 from kvbench.engine import Engine, Generated, Needs, StopRule
 from kvbench.engine.rotation import Rotation
 from kvbench.errors import SampleError
+from kvbench.memory_budget import largest
 from kvbench.methods import Method
 from kvbench.prompts import Prompt
 from kvbench.protocols import ContextRun, Plan, Start, plan, start, window_question_tokens
@@ -35,6 +36,7 @@ class Job:
     store: CellStore
     method: Method
     rotation: Rotation | None
+    match: Method | None = None  # whose bytes the method may hold
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Begun:
     planned: Plan
     started: Start
     measured: Mapping[str, Any]
+    allowed: int | None  # device bytes, where they decide the budget
 
 
 class SampleRunner:
@@ -59,6 +62,7 @@ class SampleRunner:
         newline = self.cell.encoder.newline_ids() if self.cell.task.stop_at_newline else frozenset()
         self.stop_ids = self.cell.source.eos_ids() | newline
         self.chat = self.cell.encoder.effective_chat(self.cell.task.chat)
+        self.uses = 2 if any(job.cell.by_bytes for job in jobs) else len(jobs)  # 2: more than once
         self.needs = reduce(or_, (job.method.needs for job in jobs), Needs())
 
     def group(self, group: Sequence[Sample], wanted: Mapping[str, Sequence[Job]]) -> Iterator[tuple[Job, Record]]:
@@ -82,7 +86,7 @@ class SampleRunner:
                 continue
             if context is None or context.ids != prompt.context_ids:
                 context = ContextRun(
-                    self.engine, prompt.context_ids, self.needs, shared=len(group) > 1, cells=len(self.jobs)
+                    self.engine, prompt.context_ids, self.needs, shared=len(group) > 1, cells=self.uses
                 )
             yield from self._answered(sample, prompt, context, jobs)
 
@@ -138,8 +142,15 @@ class SampleRunner:
         if job.cell.switches.protocol == "swapped":
             other = self._question_ids(*other_question(sample, self.cell.task.samples))
         new = self.cell.max_new_tokens(sample)
-        planned = plan(job.cell.switches, len(prompt.context_ids), prompt.question_ids, other, job.cell.budget)
-        started = start(context, job.method, planned, prompt.question_ids, new, job.rotation)
+        switches, asked = job.cell.switches, prompt.question_ids
+        planned = plan(switches, len(prompt.context_ids), asked, other, job.cell.budget)
+        allowed = self._allowed(context, job, planned, asked, new)
+        if allowed is None:
+            started = start(context, job.method, planned, asked, new, job.rotation)
+        else:
+            planned, started = largest(
+                lambda tried: start(context, job.method, tried, asked, new, job.rotation), planned, allowed
+            )
         if context.cells == 1:
             context.release()  # before anything else takes memory
         cache = started.cache
@@ -150,7 +161,15 @@ class SampleRunner:
             "kv_bytes_host": cache.nbytes("host"),
             "kv_bytes_full": started.bytes_full,
         }
-        return Begun(job, planned, started, measured)
+        return Begun(job, planned, started, measured, allowed)
+
+    def _allowed(self, context: ContextRun, job: Job, planned: Plan, asked: tuple[int, ...], new: int) -> int | None:
+        """Device bytes that decide the budget: as given, or those of the matched method on this sample."""
+        if not job.cell.by_bytes:
+            return None
+        if job.match is None:
+            return job.cell.run.budget_bytes
+        return start(context, job.match, planned, asked, new).cache.nbytes("device")
 
     def _decode(self, sample: Sample, begun: Sequence[Begun]) -> list[Generated]:
         least = 1 if self.cell.task.stop_at_newline else 0
@@ -191,6 +210,7 @@ class SampleRunner:
                 "group": sample.group,
                 "context_sha256": hashlib.sha256(repr(prompt.context_ids).encode()).hexdigest()[:16],
                 "context_budget": one.planned.budget,
+                **({"allowed_bytes": one.allowed} if one.allowed is not None else {}),
                 **({"method": facts} if (facts := method.facts()) else {}),
             },
         }

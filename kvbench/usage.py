@@ -33,6 +33,8 @@ GROUP_HELP = {
 # One line per key, in the order of conf/config.yaml; the tests compare this list with the schema.
 KEY_HELP = {
     "budget": "stored entries per KV head (128), a share of the tokens in scope (0.25), or full",
+    "budget_bytes": "instead of a budget: the largest that fits so many device bytes, sample by sample",
+    "match": "the same with the bytes that this method (kivi2, kivi4, hcattention) holds on the sample",
     "budget_scope": "context: question entries are kept on top; prompt: the budget counts everything",
     "question_evictable": "true (with budget_scope=prompt): question entries compete like all others",
     "first_token": "compressed | full: the first answer token comes from this cache (full: uncompressed)",

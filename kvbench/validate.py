@@ -38,7 +38,9 @@ def validate(run: RunConfig) -> None:
         if getattr(run, key) is not None:
             check_whole(key, getattr(run, key), 1)
     _check_folders(run)
-    _check_room(run.method, budget)
+    by_bytes = _check_bytes(run)
+    if not by_bytes:
+        _check_room(run.method, budget)
     _check_combinations(run)
 
 
@@ -79,6 +81,29 @@ def _check_folders(run: RunConfig) -> None:
     for folder in (run.runs, os.path.join(run.runs, run.experiment)):
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise InputError("runs", run.runs, f"has {folder}, which is a file.", "Give another folder.")
+
+
+def _check_bytes(run: RunConfig) -> bool:
+    """Is the budget given in bytes? InputError if it cannot be."""
+    if run.budget_bytes is None and run.match is None:
+        return False
+    key, value = ("budget_bytes", run.budget_bytes) if run.match is None else ("match", matched(run.match))
+    if run.match is None:
+        check_whole(key, value, 1)
+    else:
+        check_method(run.match)
+        if run.match.get("scorer") is not None or run.match["codec"]["_target_"].endswith(".Plain"):
+            reason = "has a size that a budget decides, or none to match."
+            raise InputError(key, value, reason, "Choose a method that stores everything smaller: kivi2, kivi4.")
+    if run.method.get("prefill") == "streaming":
+        reason = "needs a prompt that is computed in full first, which method.prefill=streaming never does."
+        raise InputError(key, value, reason, "Give a budget, or method.prefill=full.")
+    return True
+
+
+def matched(match: Any) -> Any:
+    """The name of the method that ``match`` is, once frozen, the configuration of."""
+    return match.get("name") if isinstance(match, Mapping) else match
 
 
 def _check_room(method: Mapping[str, Any], budget: Budget) -> None:

@@ -488,3 +488,16 @@ def test_cells_run_together_give_the_records_of_cells_run_alone(tmp_path: Path) 
     assert len(together) == 2 * 3 * (3 + 1 + 8) + 3 * 2
     assert all(len(records) == 3 and all(r["prediction"] is not None for r in records) for records in together.values())
     assert together == found("alone")
+
+
+def test_match_holds_no_more_bytes_than_the_method_that_it_matches(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", [sample("a", words(90, 1), "a?"), sample("c", words(120, 2), "c?")])
+    kivi = run(tmp_path / "kivi", data, "method=kivi2", "method.codec.group=16")
+    options = ["method=snapkv", "method.window=8", "match=kivi2", *TINY, f"task.path={data}", f"runs={tmp_path}/snapkv"]
+    (config,) = cells(read(options)).values()
+    config.match["codec"]["group"] = 16
+    assert experiment.run_cells([config]) == 0
+    found = records(tmp_path / "snapkv")
+    for matched, quantised in zip(found, kivi, strict=True):
+        assert matched["info"]["allowed_bytes"] == quantised["kv_bytes_device"] >= matched["kv_bytes_device"]
+        assert not matched["uncompressed"]

@@ -13,7 +13,7 @@ from kvbench.results.files import plain
 
 # Raise by one whenever a change of the code changes numbers that older versions would give otherwise: nothing that was
 # recorded before is then taken for the new cell.
-NUMBERS_VERSION = 1
+NUMBERS_VERSION = 2
 
 # Keys that cannot change a number. What is not listed is part of the identity, so that a key added later makes cells
 # differ (at worst something runs twice) until somebody says here that it does not matter.
@@ -69,7 +69,8 @@ def cell_label(run: Any) -> str:
     config = plain(run)
     method = config["method"] or {}
     names = [config["model"]["name"], method.get("name", "method"), config["protocol"]["name"]]
-    budget = [f"b{budget_text(config)}"] if applies_budget(method) else []
+    text = budget_text(config)
+    budget = [text if "=" in text else f"b{text}"] if applies_budget(method) else []
     return "-".join(file_name(part) for part in [*names, *budget])
 
 
@@ -87,9 +88,13 @@ def applies_budget(method: Mapping[str, Any] | None) -> bool:
 
 
 def budget_text(config: Mapping[str, Any]) -> str:
-    """The budget in one spelling: ``128``, ``0.875`` (also for "0.8750"), ``full``."""
+    """The budget in one spelling: ``128``, ``0.875`` (also for "0.8750"), ``full``, ``bytes=4096``, ``match=kivi2``."""
     if not applies_budget(config.get("method")):
         return "full"
+    if config.get("budget_bytes") is not None:
+        return f"bytes={config['budget_bytes']}"
+    if config.get("match") is not None:
+        return f"match={config['match']['name']}"
     text = str(config["budget"]).strip()
     try:
         # Decimal keeps every digit that was written: 0.875 and 0.88 differ, 0.5 and 0.50 do not.
