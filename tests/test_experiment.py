@@ -491,7 +491,7 @@ def test_cells_run_together_give_the_records_of_cells_run_alone(tmp_path: Path) 
 
 
 def test_match_holds_no_more_bytes_than_the_method_that_it_matches(tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [sample("a", words(90, 1), "a?"), sample("c", words(120, 2), "c?")])
+    data = write_jsonl(tmp_path / "data.jsonl", [sample("a", words(300, 1), "a?"), sample("c", words(400, 2), "c?")])
     kivi = run(tmp_path / "kivi", data, "method=kivi2", "method.codec.group=16")
     options = ["method=snapkv", "method.window=8", "match=kivi2", *TINY, f"task.path={data}", f"runs={tmp_path}/snapkv"]
     (config,) = cells(read(options)).values()
