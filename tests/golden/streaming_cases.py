@@ -62,7 +62,7 @@ def empty_layer(keys: torch.Tensor, values: torch.Tensor, params: Case) -> Evict
 
 
 def make_room(layer: EvictingLayer, sinks: int, recent: int, coming: int) -> None:
-    """What the chat script does before a prompt. The caller decides when: kvbench asks one question."""
+    """What the chat script does before each of its prompts; kvbench itself asks one question and makes room once."""
     if coming and layer.length + coming > sinks + recent:
         count = min(layer.length, sinks + max(0, recent - coming))
         layer.keep(count, Protect(sinks, max(0, count - sinks)))

@@ -21,6 +21,11 @@ def test_reference_vectors(case: dict) -> None:
     assert fault is None
 
 
+def test_the_manifest_names_every_file_once() -> None:
+    """A case listed twice would count twice, a file that is not listed would never be looked at."""
+    assert sorted(case["file"] for case in CASES) == sorted(path.name for path in VECTORS.glob("*.safetensors"))
+
+
 def test_the_checker_sees_a_wrong_kernel() -> None:
     """A checker that cannot fail proves nothing."""
     case = next(case for case in CASES if case["file"] == "snapkv_max_k7_w16.safetensors")
