@@ -27,6 +27,8 @@ RUN = make_run(task={"_target_": "x", "name": "passkey", "length": 1000, "keys":
 
 RELEVANT = {
     "budget": st.one_of(st.integers(1, 10**6).filter(lambda b: b != 128), st.floats(0.001, 0.999)),
+    "budget_bytes": st.integers(1, 10**9),
+    "match": st.just({"name": "kivi2", "codec": {"_target_": "kvbench.methods.kivi.Kivi"}}),
     "budget_scope": st.just("prompt"),
     "question_evictable": st.just(True),
     "first_token": st.just("full"),
@@ -154,3 +156,11 @@ def test_model_config_default_fields_are_placed():
     hidden = {"name", "source", "path", "revision", "allow_pickle", "chat_template"}
     null = {name for name in ModelConfig.__dataclass_fields__ if getattr(ModelConfig(), name) is None}
     assert kept.keys() == (ModelConfig.__dataclass_fields__.keys() - hidden - null) | {"sha256"}
+
+
+def test_budgets_in_bytes_name_their_cells():
+    by_bytes, matched = make_run(budget_bytes=4096), make_run(match={"name": "kivi2"})
+    assert cell_label(by_bytes).endswith("-bytes_4096")
+    assert cell_label(matched).endswith("-match_kivi2")
+    hashes = {identity_hash(run) for run in (RUN, by_bytes, matched, make_run(match={"name": "kivi4"}))}
+    assert len(hashes) == 4
