@@ -68,6 +68,8 @@ class Preparation:
 
     def cell(self, run: RunConfig) -> Cell:
         """Raises InputError for what only the model, the data or the method's own code can tell."""
+        if isinstance(run.match, str):  # a job made up by a foreign sweeper after our own composition
+            raise InputError("match", run.match, "was not composed before the run.", "Use hydra/sweeper=kvbench.")
         source, encoder = self._source(run)
         run.model.name = source.name  # "gguf" or "folder" says nothing: the file's name does
         method = build(run.method, lambda part: instantiate("method", part))

@@ -95,8 +95,11 @@ def cells(command: Command) -> dict[tuple[str, ...], RunConfig]:
 
 
 def job_key(overrides: Sequence[str]) -> tuple[str, ...]:
-    """What identifies a job among those of a command: its overrides, less the search path, which all share."""
-    return tuple(text for text in overrides if not text.startswith("hydra.searchpath="))
+    """What identifies a job among those of a command: its overrides, less those of Hydra itself.
+
+    They change no cell, and Hydra leaves them out of what it says a job's overrides are.
+    """
+    return tuple(text for text in overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/")))
 
 
 def _parse(text: str) -> Override:

@@ -3,45 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvbench.errors import SampleError
 from kvbench.protocols import Plan, Start
 
 
-def largest(begin: Callable[[Plan], Start], everything: Plan, allowed: int) -> tuple[Plan, Start]:
+@dataclass
+class Search:
+    """Starts a sample with one budget after another, and holds the largest start that fitted."""
+
+    begin: Callable[[Plan], Start]
+    everything: Plan
+    allowed: int
+    best: tuple[Plan, Start] | None = None
+
+    def held(self, budget: int) -> int:
+        """Device bytes that the cache of this budget holds when decoding starts."""
+        planned = replace(self.everything, budget=budget)
+        started = self.begin(planned)
+        taken = started.cache.nbytes("device")
+        if taken <= self.allowed and (self.best is None or budget > self.best[0].budget):
+            self.best = planned, started
+        return taken
+
+    def last(self, budgets: range) -> int:
+        """How many of the budgets fit, where bytes grow along them."""
+        if not budgets or (least := self.held(budgets[0])) > self.allowed:
+            return 0
+        if len(budgets) == 1 or (most := self.held(budgets[-1])) <= self.allowed:
+            return len(budgets)
+        fits, misses, tries = 0, len(budgets) - 1, 0
+        while misses - fits > 1:
+            # Bytes are nearly linear in the budget: a straight line finds it at once; halving bounds the tries.
+            share = (self.allowed - least) / max(1, most - least) if tries % 2 == 0 else 0.5
+            at = min(misses - 1, max(fits + 1, fits + int(share * (misses - fits))))
+            taken, tries = self.held(budgets[at]), tries + 1
+            if taken <= self.allowed:
+                fits, least = at, taken
+            else:
+                misses, most = at, taken
+        return fits + 1
+
+
+def largest(begin: Callable[[Plan], Start], everything: Plan, allowed: int, block: int = 1) -> tuple[Plan, Start]:
     """The plan with the largest budget whose cache holds at most ``allowed`` device bytes when decoding starts.
 
     ``begin`` starts the sample with a plan; ``everything`` is the plan in which nothing is evicted. Bytes are those of
-    the tensors that a real start holds, the question's entries included. A budget one larger does not fit: bytes are
-    taken to grow with the budget, which is only searched between one that fits and one that does not. SampleError if
-    not even a single entry fits.
+    the tensors that a real start holds, the question's entries included. SampleError if not even one entry fits.
+
+    A codec that codes ``block`` entries at once holds fewer bytes at every multiple of it, where a search over all
+    budgets would stop at the first rise that it cannot climb: multiples are searched first, then up to the next. Where
+    layers or heads keep unequal counts their blocks fill at different budgets; then the one found fits and the next
+    larger does not, but an even larger one may.
     """
-    tried: dict[int, tuple[Plan, Start]] = {}
-
-    def held(budget: int) -> int:
-        planned = replace(everything, budget=budget)
-        tried.clear()  # one cache at a time
-        tried[budget] = planned, begin(planned)
-        return tried[budget][1].cache.nbytes("device")
-
-    most = everything.region.evictable
-    too_much, tries = held(most), 0
-    if too_much <= allowed or most == 0:
-        return tried[most]
-    fits, misses, bytes_fits = 1, most, held(1) if most > 1 else too_much
-    if bytes_fits > allowed:
-        raise SampleError(
-            f"the cache takes {bytes_fits} bytes with one entry of the context, but {allowed} are allowed"
-        )
-    found = tried[1]
-    while misses - fits > 1:
-        # Bytes are nearly linear in the budget: a straight line finds it at once; halving bounds the number of tries.
-        share = (allowed - bytes_fits) / max(1, too_much - bytes_fits) if tries % 2 == 0 else 0.5
-        budget = min(misses - 1, max(fits + 1, fits + int(share * (misses - fits))))
-        taken, tries = held(budget), tries + 1
-        if taken <= allowed:
-            fits, bytes_fits, found = budget, taken, tried[budget]
-        else:
-            misses, too_much = budget, taken
-    return found
+    search, most = Search(begin, everything, allowed), everything.region.evictable
+    taken = search.held(most)
+    if search.best is not None:
+        return search.best
+    first = block - everything.region.on_top % block
+    multiples = range(first, most, block)
+    count = search.last(multiples)
+    below = multiples[count - 1] if count else 0
+    search.last(range(below + 1, min(below + block if count else first, most)))
+    if search.best is None:
+        taken = search.held(1) if most > 1 else taken
+        raise SampleError(f"the cache takes {taken} bytes with one entry of the context, but {allowed} are allowed")
+    return search.best

@@ -175,11 +175,13 @@ def start(
     question: Sequence[int],
     room: int,
     rotation: Rotation | None = None,
+    keep: bool = True,
 ) -> Start:
     """Captures, compresses and feeds, up to the logits of the first answer token.
 
     ``room`` is the number of answer tokens to set space aside for. Where the context is shared, its blind compressed
-    cache is kept for the next question and this one works on a copy.
+    cache is kept for the next question and this one works on a copy; not so without ``keep`` (a budget that is only
+    tried, or that depends on the question).
     """
     engine, asked = run.engine, tuple(question)
     if is_streamed(method, plan.region, plan.budget):
@@ -197,7 +199,7 @@ def start(
             full, more = run.capture(asked)
             first, prefill_s = full.logits, prefill_s + more
     before = run.now()
-    compressed = _compress(run, method, plan, capture, room + len(plan.fed), rotation)
+    compressed = _compress(run, method, plan, capture, room + len(plan.fed), rotation, keep)
     compressed_at = run.now()
     cache = compressed.cache
     check_entries(compressed, plan.region)
@@ -263,9 +265,9 @@ def adopt_entries(cache: Cache, capture: Capture) -> None:
 
 
 def _compress(
-    run: ContextRun, method: Method, plan: Plan, capture: Capture, room: int, rotation: Rotation | None
+    run: ContextRun, method: Method, plan: Plan, capture: Capture, room: int, rotation: Rotation | None, keep: bool
 ) -> Compressed:
-    if plan.captured or not run.shared:
+    if plan.captured or not run.shared or not keep:
         scores = run.scores(method, plan, capture)
         return method.compress(capture, plan.region, plan.budget, room, rotation, scores)
     key = (id(method), plan.budget, plan.region.fed)

@@ -149,8 +149,9 @@ class SampleRunner:
             started = start(context, job.method, planned, asked, new, job.rotation)
         else:
             planned, started = largest(
-                lambda tried: start(context, job.method, tried, asked, new, job.rotation), planned, allowed
-            )
+                lambda tried: start(context, job.method, tried, asked, new, job.rotation, keep=False),
+                planned, allowed, getattr(job.method.codec, "block", 1),
+            )  # fmt: skip
         if context.cells == 1:
             context.release()  # before anything else takes memory
         cache = started.cache
@@ -169,7 +170,7 @@ class SampleRunner:
             return None
         if job.match is None:
             return job.cell.run.budget_bytes
-        return start(context, job.match, planned, asked, new).cache.nbytes("device")
+        return start(context, job.match, planned, asked, new, keep=False).cache.nbytes("device")
 
     def _decode(self, sample: Sample, begun: Sequence[Begun]) -> list[Generated]:
         least = 1 if self.cell.task.stop_at_newline else 0

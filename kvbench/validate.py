@@ -87,6 +87,9 @@ def _check_bytes(run: RunConfig) -> bool:
     """Is the budget given in bytes? InputError if it cannot be."""
     if run.budget_bytes is None and run.match is None:
         return False
+    if run.budget_bytes is not None and run.match is not None:  # one may come from a file, where no override tells
+        reason = f"and budget_bytes={run.budget_bytes} both say how much may be kept."
+        raise InputError("match", matched(run.match), reason, "Set one of them to null.")
     key, value = ("budget_bytes", run.budget_bytes) if run.match is None else ("match", matched(run.match))
     if run.match is None:
         check_whole(key, value, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench import experiment
+from kvbench import experiment, sample_runner
 from kvbench.compose import cells, read
 from kvbench.engine import Engine, Needs
 from kvbench.engine.engine import NOTHING
@@ -501,3 +501,20 @@ def test_match_holds_no_more_bytes_than_the_method_that_it_matches(tmp_path: Pat
     for matched, quantised in zip(found, kivi, strict=True):
         assert matched["info"]["allowed_bytes"] == quantised["kv_bytes_device"] >= matched["kv_bytes_device"]
         assert not matched["uncompressed"]
+
+
+def test_budgets_that_are_tried_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two questions about one context share its prefill, not the caches of every budget that the search tried."""
+    made: list[sample_runner.ContextRun] = []
+    init = sample_runner.ContextRun.__init__
+
+    def noted(self: sample_runner.ContextRun, *given: object, **named: object) -> None:
+        made.append(self)
+        init(self, *given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sample_runner.ContextRun, "__init__", noted)
+    asked = [sample("one", words(200, 3), "aaaa?", group="g"), sample("two", words(200, 3), "zzzz?", group="g")]
+    data = write_jsonl(tmp_path / "two.jsonl", asked)
+    found = run(tmp_path, data, "method=snapkv", "method.window=8", "budget_bytes=40000")
+    assert [record["info"]["context_budget"] < 200 for record in found] == [True, True]
+    assert [len(context._blind) for context in made] == [0]

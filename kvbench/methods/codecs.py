@@ -17,6 +17,9 @@ class Codec(Protocol):
     @property
     def label(self) -> str: ...
 
+    # A codec that stores entries coarsely may have ``block``: how many it codes at once. Its bytes then grow with the
+    # entries, except that they may fall where their number is a multiple of this.
+
     def __call__(
         self, layer: int, heads: Sequence[int], keys: torch.Tensor, values: torch.Tensor, room: int
     ) -> LayerCache:

@@ -73,6 +73,11 @@ class Kivi:
             return f"kivi{self.key_bits}"
         return f"kivi-k{self.key_bits}v{self.value_bits}"
 
+    @property
+    def block(self) -> int:
+        """Keys are coded this many at once: only there do more entries take fewer bytes."""
+        return self.residual
+
     def prepared(self, setup: Setup) -> Kivi:
         """Itself; InputError where a layer's values cannot be cut into whole groups of channels."""
         dims = {layer.value_dim for layer in setup.layers if not layer.sliding}

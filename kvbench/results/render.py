@@ -234,7 +234,7 @@ def terminal_line(row: Row) -> list[str]:
     interval = f"{row['ci_low']:.1f}..{row['ci_high']:.1f}" if known(row["ci_low"]) else UNKNOWN
     return [
         "\n".join(textwrap.wrap(f"{row['method']} {row['variant']}", TEXT_WIDTH)),
-        "\n".join(textwrap.wrap(str(row["budget"]), BUDGET_WIDTH)),
+        "\n".join(textwrap.wrap(str(row["budget"]).replace("=", "= "), BUDGET_WIDTH)),
         row["protocol"],
         out_of(row["n"], row["expected"]),
         number(row["score"]),

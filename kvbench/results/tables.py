@@ -22,7 +22,7 @@ PROTOCOLS = ("blind", "aware", "swapped")
 WRONG = ("failed", "empty", "nonfinite", "truncated", "uncompressed")
 ROW_KEYS = ("model", "method", "budget", "variant", "seed")
 # Parts of an identity that have a column of their own; whatever else differs between cells becomes their variant.
-NAMED_PARTS = frozenset({"budget", "protocol.name", "seed", "method.name", "task.name"})
+NAMED_PARTS = frozenset({"budget", "budget_bytes", "protocol.name", "seed", "method.name", "task.name"})
 
 
 def cells_frame(cells: Sequence[Cell]) -> DataFrame:
@@ -113,13 +113,24 @@ def differing_keys(identities: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Of several that say the same (``method.window`` and ``method.scorer.window``) only the shortest is named.
     """
-    keys = sorted({key for values in identities for key in values} - NAMED_PARTS, key=lambda key: (key.count("."), key))
+    found = {key for values in identities for key in values} - NAMED_PARTS
+    keys = sorted((k for k in found if not told_by_match(k, identities)), key=lambda key: (key.count("."), key))
     named: dict[tuple[str, ...], str] = {}
     for key in keys:
         column = tuple(repr(values.get(key)) for values in identities)
         if len(set(column)) > 1:
             named.setdefault(column, key)
     return list(named.values())
+
+
+def told_by_match(key: str, identities: Sequence[Mapping[str, Any]]) -> bool:
+    """Does the name of the matched method, which the budget's column shows, say what this key of it is?"""
+    if not key.startswith("match."):
+        return False
+    values: dict[Any, set[str]] = defaultdict(set)
+    for identity in identities:
+        values[identity.get("match.name")].add(repr(identity.get(key)))
+    return all(len(of_name) == 1 for of_name in values.values())
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -140,10 +151,13 @@ def short(value: Any) -> str:
 
 
 def row_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Sort key of a row: the uncompressed reference first, numbers by size, a share in (0, 1) before entry counts."""
+    """Sort key of a row: the uncompressed reference first, numbers by size (shares before counts), then bytes."""
     budget = row["budget"]
     number = isinstance(budget, Real)
-    full = (0, 0.0, "") if budget == "full" else (1, float(budget) if number else 0.0, "" if number else str(budget))
+    text = str(budget)
+    full = (0, 0.0, "") if budget == "full" else (1, float(budget), "") if number else (2, 0.0, text)
+    if text.startswith("bytes="):
+        full = (2, float(text.removeprefix("bytes=")), "")
     method = str(row["method"])
     return str(row["model"]), method != "full", method, full, str(row["variant"]), row["seed"]
 

@@ -225,3 +225,19 @@ def test_terminal_fits_in_100_columns(tmp_path):
     assert max(map(len, table.splitlines())) <= 100
     for word in ("failed", "empty", "nonfinite", "truncated", "uncompressed"):
         assert f"1 {word}" in " ".join(table.split())
+
+
+def test_budgets_in_bytes_are_told_by_their_column_alone(tmp_path):
+    for bits in (2, 4):
+        match = {"name": f"kivi{bits}", "scorer": None, "codec": {"key_bits": bits}}
+        for protocol in ("blind", "aware"):
+            write_cell(make_run(tmp_path, match=match, protocol=protocol), scored(20, 40))
+    for given in (1048576, 524288):
+        write_cell(make_run(tmp_path, budget_bytes=given), scored(20, 40))
+    frame = cells_frame(read_cells(tmp_path))
+    assert set(frame["variant"]) == {""}
+    assert list(dict.fromkeys(frame["budget"])) == ["match=kivi2", "match=kivi4", "bytes=524288", "bytes=1048576"]
+    changed = {"name": "kivi2", "scorer": None, "codec": {"key_bits": 8}}  # somebody edited the file meanwhile
+    write_cell(make_run(tmp_path, match=changed), scored(20, 40))
+    variants = cells_frame(read_cells(tmp_path))["variant"]
+    assert "match.codec.key_bits=8" in set(variants) and "match.codec.key_bits=2" in set(variants)
