@@ -34,16 +34,12 @@ class Cell:
     match: Method | None  # whose bytes the method may hold
     switches: Switches
     budget: Budget
+    by_bytes: bool  # is the budget whatever fits so many bytes? (``budget`` is then full)
     device: str
     dtype: torch.dtype
     dtype_note: str
     identity: dict[str, Any]
     hash: str
-
-    @property
-    def by_bytes(self) -> bool:
-        """Is its budget whatever fits so many bytes? (It does not apply to a method that evicts nothing.)"""
-        return self.method.evicts and (self.match is not None or self.run.budget_bytes is not None)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -73,14 +69,13 @@ class Preparation:
         source, encoder = self._source(run)
         run.model.name = source.name  # "gguf" or "folder" says nothing: the file's name does
         method = build(run.method, lambda part: instantiate("method", part))
-        evicts = method.evicts
-        match = build(run.match, lambda part: instantiate("match", part)) if run.match and evicts else None
-        by_bytes = evicts and (match is not None or run.budget_bytes is not None)
+        by_bytes = method.evicts and (run.match is not None or run.budget_bytes is not None)
+        match = build(run.match, lambda part: instantiate("match", part)) if by_bytes and run.match else None
         task = self._task(run, encoder)
         switches = Switches(run.protocol.name, run.budget_scope, run.question_evictable, run.first_token)
         if switches.protocol == "swapped":
             check_swappable(task)
-        budget = Budget.parse(run.budget) if evicts and not by_bytes else Budget("full")
+        budget = Budget.parse(run.budget) if method.evicts and not by_bytes else Budget("full")
         device = resolve_device(run.device)
         dtype, note = resolve_dtype(run.dtype, device, source.checkpoint_dtype)
         identity = cell_identity(
@@ -92,7 +87,7 @@ class Preparation:
             attention=attention_path(torch.device(device).type),
         )
         cell = Cell(
-            run, source, encoder, task, method, match, switches, budget, device, dtype, note, identity,
+            run, source, encoder, task, method, match, switches, budget, by_bytes, device, dtype, note, identity,
             cell_hash(identity),
         )  # fmt: skip
         check_lengths(cell)

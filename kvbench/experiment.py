@@ -170,12 +170,21 @@ def compute_missing(cells: Sequence[Cell], stores: Mapping[str, CellStore], mode
     """One record for every sample that has none yet; returns what ended a cell early, by the cell's hash."""
     errors: dict[str, Exception] = {}
     jobs: list[Job] = []
+    broken: Exception | None = None  # the model does not load: it is tried once, not for every cell
     for cell in cells:
         store = stores[cell.hash]
         if not store.missing:
             log.info("%s: all %d records are there, nothing to compute", store.folder, len(cell.samples))
             continue
         log.info("%s: %d of %d samples to run", store.folder, len(store.missing), len(cell.samples))
+        try:
+            if broken is None:
+                models.engine(cell)
+        except Exception as error:
+            broken = error
+        if broken is not None:
+            errors[cell.hash] = broken
+            continue
         try:
             jobs.append(models.job(cell, store))
         except Exception as error:

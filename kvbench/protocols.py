@@ -90,7 +90,7 @@ class ContextRun:
     prefill_s: float = 0.0
     _capture: Capture | None = None
     _extended: dict[tuple[int, ...], tuple[Capture, float]] = field(default_factory=dict)
-    _scores: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = field(default_factory=dict)
+    _scores: dict[tuple[str, tuple[int, ...]], tuple[list[torch.Tensor], float]] = field(default_factory=dict)
     _streamed: tuple[tuple[int, tuple[int, ...], int], tuple[Streamed, int]] | None = None
     _blind: dict[tuple[int, int, int], Compressed] = field(default_factory=dict)
 
@@ -123,14 +123,20 @@ class ContextRun:
             self._extended[following] = extended
         return extended
 
-    def scores(self, method: Method, plan: Plan, capture: Capture) -> list[torch.Tensor] | None:
-        """The method's scores, computed once for all cells with its scorer; None where they need not be kept."""
+    def scores(self, method: Method, plan: Plan, capture: Capture) -> tuple[list[torch.Tensor] | None, float]:
+        """The method's scores, computed once for all cells with its scorer, and the seconds that this call saved.
+
+        None where they need not be kept: the method then computes them itself, if at all.
+        """
         if self.cells == 1 or not method.scorer_settings or plan.budget >= plan.region.evictable:
-            return None
+            return None, 0.0
         key = method.scorer_settings, plan.captured
-        if key not in self._scores:
-            self._scores[key] = method.scores(capture, plan.region)
-        return self._scores[key]
+        if key in self._scores:
+            return self._scores[key]
+        started = self.now()
+        scores = method.scores(capture, plan.region)
+        self._scores[key] = scores, self.now() - started
+        return scores, 0.0
 
     def streamed(
         self, method: Method, ids: tuple[int, ...], budget: int, rotation: Rotation | None
@@ -199,7 +205,7 @@ def start(
             full, more = run.capture(asked)
             first, prefill_s = full.logits, prefill_s + more
     before = run.now()
-    compressed = _compress(run, method, plan, capture, room + len(plan.fed), rotation, keep)
+    compressed, saved = _compress(run, method, plan, capture, room + len(plan.fed), rotation, keep)
     compressed_at = run.now()
     cache = compressed.cache
     check_entries(compressed, plan.region)
@@ -220,7 +226,7 @@ def start(
         compressed=compressed,
         fingerprint=fingerprint,
         prefill_s=prefill_s,
-        compress_s=compressed_at - before,
+        compress_s=compressed_at - before + saved,
         feed_s=fed_at - fed_from,
         bytes_full=capture.nbytes(len(run.ids) + len(question)),
     )
@@ -266,16 +272,19 @@ def adopt_entries(cache: Cache, capture: Capture) -> None:
 
 def _compress(
     run: ContextRun, method: Method, plan: Plan, capture: Capture, room: int, rotation: Rotation | None, keep: bool
-) -> Compressed:
-    if plan.captured or not run.shared or not keep:
-        scores = run.scores(method, plan, capture)
-        return method.compress(capture, plan.region, plan.budget, room, rotation, scores)
+) -> tuple[Compressed, float]:
+    """The compressed cache, and the seconds that scores known from another cell have saved."""
     key = (id(method), plan.budget, plan.region.fed)
-    if key not in run._blind:
-        scores = run.scores(method, plan, capture)
-        run._blind[key] = method.compress(capture, plan.region, plan.budget, room, rotation, scores)
-    kept = run._blind[key]
-    return Compressed(kept.cache.copy(), kept.kept, kept.positions, kept.note)
+    reused = run.shared and keep and not plan.captured
+    if reused and key in run._blind:
+        kept = run._blind[key]
+        return Compressed(kept.cache.copy(), kept.kept, kept.positions, kept.note), 0.0
+    scores, saved = run.scores(method, plan, capture)
+    made = method.compress(capture, plan.region, plan.budget, room, rotation, scores)
+    if reused:
+        run._blind[key] = made
+        made = Compressed(made.cache.copy(), made.kept, made.positions, made.note)
+    return made, saved
 
 
 def check_entries(compressed: Compressed, region: Region) -> None:

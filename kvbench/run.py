@@ -77,7 +77,7 @@ class Submission:
         return self.cells.get(job_key(overrides))
 
     def run(self, runs: list[RunConfig]) -> None:
-        """Run these cells, one after the other, and remember the worst exit code so far."""
+        """Run these cells and remember the worst exit code so far."""
         self.code = max(self.code, _code_of(runs))
         if self.code >= INTERRUPTED:
             raise SystemExit(self.code)  # a signal: Hydra must not start the next job

@@ -14,7 +14,8 @@ USAGE = """\
 usage: python -m kvbench.run [-m] [--config-dir DIR] [group=option ...] [key=value ...]
 
 Runs a long-context model on a task with its KV cache compressed, and writes what that costs: score, bytes, time.
-With -m every value may be a list (budget=64,128): all combinations are checked first, then run one after the other.
+With -m every value may be a list (budget=64,128): all combinations are checked first, then run. Cells with the same
+model and task share a sample's prefill and decode.
 What has been computed before is not computed again."""
 
 GROUP_HELP = {

@@ -70,7 +70,7 @@ def reference(engine: Engine, ids: list[int], stop: StopRule) -> Answer:
 def ours(engine: Engine, cell: Cell, protocol: str, context: list[int], question: list[int], stop: StopRule) -> Answer:
     """The same through kvbench: capture, compression (of nothing), feeding, decoding."""
     planned = plan(Switches(protocol), len(context), question, None, cell.budget)
-    run = ContextRun(engine, tuple(context), 0)
+    run = ContextRun(engine, tuple(context), cell.method.needs)
     began = run.now()
     started = start(run, cell.method, planned, question, stop.max_new_tokens)
     run.release()

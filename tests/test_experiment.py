@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench import experiment, sample_runner
+from kvbench import experiment
 from kvbench.compose import cells, read
 from kvbench.engine import Engine, Needs
 from kvbench.engine.engine import NOTHING
@@ -456,65 +456,3 @@ def test_a_failing_cell_does_not_hide_and_configs_are_frozen(tmp_path: Path) -> 
     stopped = launch("experiment=fast", "fail_fast=true")
     assert stopped.returncode == 1
     assert len(list((tmp_path / "runs/fast").rglob("summary.json"))) == 2, "the cells after the failure never start"
-
-
-def test_cells_run_together_give_the_records_of_cells_run_alone(tmp_path: Path) -> None:
-    """One prefill and one decode for the whole grid change no token, no score, no byte and no fingerprint."""
-    samples = [sample("a", words(90, 1), "a?"), sample("b", words(90, 1), "b, then?"), sample("c", words(120, 2), "c?")]
-    data = write_jsonl(tmp_path / "data.jsonl", samples)
-    unlike = "full,h2o,streamingllm,tova,knorm,keydiff,expected_attention,kvzip,random"
-    lines = [
-        ["method=snapkv,pyramidkv,adakv", "method.window=8"],
-        ["method=snapkv", "method.window=4"],
-        [f"method={unlike}"],
-        ["method=kivi2", "method.codec.group=16"],
-    ]
-    grid = ["protocol=blind,aware,swapped", "budget=24,40", "max_new_tokens=8"]
-
-    def configs(experiment_name: str) -> list:
-        rest = [*grid, *TINY, f"task.path={data}", f"runs={tmp_path / 'runs'}", f"experiment={experiment_name}"]
-        return [config for line in lines for config in cells(read(["-m", *line, *rest])).values()]
-
-    def found(name: str) -> dict:
-        essential = ("sample_id", "prediction", "score", "fingerprint", "kept_entries", "kv_bytes_device", "note")
-        files = (tmp_path / "runs" / name).rglob("records.jsonl")
-        lines = {p.parent.name: [json.loads(line) for line in p.read_text().splitlines()] for p in files}
-        return {cell: [{key: r[key] for key in essential} for r in records] for cell, records in lines.items()}
-
-    assert experiment.run_cells(configs("together")) == 0
-    for config in configs("alone"):
-        assert experiment.run_cells([config]) == 0
-    together = found("together")
-    assert len(together) == 2 * 3 * (3 + 1 + 8) + 3 * 2
-    assert all(len(records) == 3 and all(r["prediction"] is not None for r in records) for records in together.values())
-    assert together == found("alone")
-
-
-def test_match_holds_no_more_bytes_than_the_method_that_it_matches(tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [sample("a", words(300, 1), "a?"), sample("c", words(400, 2), "c?")])
-    kivi = run(tmp_path / "kivi", data, "method=kivi2", "method.codec.group=16")
-    options = ["method=snapkv", "method.window=8", "match=kivi2", *TINY, f"task.path={data}", f"runs={tmp_path}/snapkv"]
-    (config,) = cells(read(options)).values()
-    config.match["codec"]["group"] = 16
-    assert experiment.run_cells([config]) == 0
-    found = records(tmp_path / "snapkv")
-    for matched, quantised in zip(found, kivi, strict=True):
-        assert matched["info"]["allowed_bytes"] == quantised["kv_bytes_device"] >= matched["kv_bytes_device"]
-        assert not matched["uncompressed"]
-
-
-def test_budgets_that_are_tried_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two questions about one context share its prefill, not the caches of every budget that the search tried."""
-    made: list[sample_runner.ContextRun] = []
-    init = sample_runner.ContextRun.__init__
-
-    def noted(self: sample_runner.ContextRun, *given: object, **named: object) -> None:
-        made.append(self)
-        init(self, *given, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sample_runner.ContextRun, "__init__", noted)
-    asked = [sample("one", words(200, 3), "aaaa?", group="g"), sample("two", words(200, 3), "zzzz?", group="g")]
-    data = write_jsonl(tmp_path / "two.jsonl", asked)
-    found = run(tmp_path, data, "method=snapkv", "method.window=8", "budget_bytes=40000")
-    assert [record["info"]["context_budget"] < 200 for record in found] == [True, True]
-    assert [len(context._blind) for context in made] == [0]

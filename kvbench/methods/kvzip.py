@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbench.methods.setup import Setup
 
 KEY = "method.scorer"
-LAST_TOKENS = 8  # of the chunk before, by which a later chunk is asked for (the paper's section 3.3)
+LAST_TOKENS = 8  # of the chunk before, by which a later chunk is asked for (as in the published code)
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,11 @@ class KVzip:
     them. An entry of the chunk gets the maximum, over these queries and over the query heads of its KV head, of a
     softmax over sinks, chunk and the tokens read (fp32). One more pass over the text is what that costs.
 
-    Sinks get 1, and are protected by the method. Deviations: no other part of the prompt is spared (the published code
-    never evicts its system prompt). In the aware and swapped protocols the question is part of what is repeated.
+    Sinks get 1, and are protected by the method. Deviations: chunks start behind the sinks (the published code: behind
+    the template's head, whose tokens that are no sinks score 0). ``ask`` is worded as in the paper (table 2), ``go_on``
+    in our own words; the code has "Repeat the previous context exactly." and "Repeat the part of the previous context
+    exactly, starting with", and a newline after them where there is no chat template. The softmax is in fp32 (the
+    code: model dtype). In the aware and swapped protocols the question is part of what is repeated.
     """
 
     chunk: int = 2048

@@ -119,20 +119,15 @@ def time_summary(ok: Sequence[Record]) -> dict[str, Any]:
     """Mean seconds a sample; ``tokens_per_s`` is all new tokens over all decode seconds; ``peak_bytes`` the largest.
 
     Where the peak is unknown, ``peak_bytes_note`` says why. Answers that were decoded as rows of one batch with those
-    of other cells say nothing about the speed of this one: they do not count in ``tokens_per_s``.
+    of other cells say nothing about the speed of this one: they count neither in ``decode_s`` nor in ``tokens_per_s``.
     """
-    timed = [
-        record
-        for record in ok
-        if record.get("decode_s") is not None
-        and record.get("new_tokens") is not None
-        and record.get("decode_rows", 1) == 1
-    ]
+    alone = [record for record in ok if record.get("decode_rows", 1) == 1]
+    timed = [record for record in alone if record.get("decode_s") is not None and record.get("new_tokens") is not None]
     seconds = sum(record["decode_s"] for record in timed)
     peaks = [record["peak_bytes"] for record in ok if record.get("peak_bytes") is not None]
     notes = sorted({record["peak_bytes_note"] for record in ok if record.get("peak_bytes_note")})
     return {
-        **{name: mean(record.get(name) for record in ok) for name in SECONDS},
+        **{name: mean(record.get(name) for record in (alone if name == "decode_s" else ok)) for name in SECONDS},
         "tokens_per_s": sum(record["new_tokens"] for record in timed) / seconds if seconds > 0 else None,
         "peak_bytes": max(peaks) if peaks else None,
         "peak_bytes_note": None if peaks else "; ".join(notes) or None,
