@@ -79,7 +79,13 @@ class Models:
     def job(self, cell: Cell, store: CellStore) -> Job:
         """The cell with what its method needs of the model; InputError where the model does not fit its settings."""
         setup = self.setup(cell)
-        match = None if cell.match is None else cell.match.prepared(setup)
+        try:
+            match = None if cell.match is None else cell.match.prepared(setup)
+        except InputError as error:
+            assert cell.match is not None
+            fix = "Write a method with values that fit, in a folder given by --config-dir, and name that."
+            reason = f"does not fit this model ({error.key}={error.value}: {error.reason.rstrip('.')})."
+            raise InputError("match", cell.match.name, reason, fix) from error
         return Job(cell, store, cell.method.prepared(setup), self.rotation(cell), match)
 
 

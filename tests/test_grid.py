@@ -119,6 +119,32 @@ def test_a_model_that_does_not_load_is_tried_once(tmp_path: Path, monkeypatch: p
     assert states == ["failed"] * 3
 
 
+def test_a_scorer_that_writes_into_what_it_is_given_changes_no_other_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "careless.py").write_text(
+        "from kvbench.methods.scorers import KeyNorm\n"
+        "class Careless(KeyNorm):\n"
+        "    def __call__(self, layer):\n"
+        "        scores = super().__call__(layer)\n"
+        "        for tensor in (layer.keys, layer.values, layer.window_queries, layer.column_sums):\n"
+        "            tensor.mul_(0)\n"
+        "        return scores\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    careless = ["method=knorm", "method.name=careless", "method.scorer._target_=careless.Careless"]
+    others = [["method=snapkv", "method.window=8"], ["method=h2o"]]
+    grid = ["budget=24", "protocol=blind,aware"]
+    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    for root in (alone, beside):
+        root.mkdir()
+    assert experiment.run_cells(configs(alone, *([*line, *grid] for line in others))) == 0
+    assert experiment.run_cells(configs(beside, *([*line, *grid] for line in (careless, *others)))) == 0
+    expected, found = essential(alone), essential(beside)
+    assert len(found) == len(expected) + 2
+    assert {name: found[name] for name in expected} == expected
+
+
 def test_shared_work_is_counted_for_every_cell_and_shared_decoding_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,3 +202,11 @@ def test_budgets_that_are_tried_leave_nothing_behind(tmp_path: Path, monkeypatch
     found = run(tmp_path, data, "method=snapkv", "method.window=8", "budget_bytes=40000")
     assert [record["info"]["context_budget"] < 200 for record in found] == [True, True]
     assert [len(context._blind) for context in made] == [0]
+
+
+def test_a_matched_method_that_does_not_fit_the_model_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KIVI's groups of 32 channels in heads of 16: the key to change is match, not the method's own codec."""
+    assert experiment.run_cells(configs(tmp_path, ["method=snapkv", "method.window=8", "match=kivi2"])) == 2
+    assert "match=kivi2: does not fit this model (method.codec.group=32" in capsys.readouterr().out

@@ -50,6 +50,14 @@ class LayerCapture:
     def tokens(self) -> int:
         return self.keys.shape[1]
 
+    def own(self) -> LayerCapture:
+        """The same with tensors of its own: other cells and questions read these, whatever is done to the copy."""
+        sums = None if self.column_sums is None else self.column_sums.clone()
+        queries = self.window_queries.clone()
+        return replace(
+            self, keys=self.keys.clone(), values=self.values.clone(), window_queries=queries, column_sums=sums
+        )
+
 
 @dataclass(frozen=True)
 class Capture:

@@ -105,7 +105,7 @@ class Method:
             found = self.scorer.of_capture(capture)
             scores = [found[layer.index] for layer in whole]
         else:
-            scores = [self.scorer(layer) for layer in whole]
+            scores = [self.scorer(layer.own()) for layer in whole]
         for layer, of_layer in zip(whole, scores, strict=True):
             check_scores(of_layer, layer, self.scorer)
         return scores
@@ -185,7 +185,7 @@ class Method:
             answer = room - region.fed
             budget = max(self.protect.sinks, budget - answer, 1)
             note = f"{answer} entries of the budget are left free for the answer"
-        counts = self.allocator(budget, [layer[:, : region.evictable] for layer in scores])
+        counts = self.allocator(budget, [layer[:, : region.evictable].clone() for layer in scores])
         fewest, least = self.protect.sinks + self.protect.recent, min(int(count.min()) for count in counts)
         return counts, note if least >= fewest else f"{least} entries cannot hold the {fewest} protected ones"
 
