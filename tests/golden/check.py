@@ -14,106 +14,23 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from kvbench.engine import Capture, LayerCapture
+from kvbench.engine import Capture
 from kvbench.engine.attention import AttentionOptions
-from kvbench.engine.capture import column_sums
-from kvbench.engine.moments import moments
-from kvbench.engine.rotation import Rotation
-from kvbench.methods import Compressed, Method, Protect, Region
-from kvbench.methods.allocators import Adaptive, Allocator, Global, PerHead, Pyramid, Uniform
+from kvbench.methods import Method, Protect, Region
+from kvbench.methods.allocators import Adaptive, Allocator, PerHead, Pyramid
 from kvbench.methods.codecs import Plain
 from kvbench.methods.decode import HeavyHitters
 from kvbench.methods.evicting import EvictingLayer
-from kvbench.methods.expected_attention import ExpectedAttention
-from kvbench.methods.kvzip import KVzip, chunk_scores
-from kvbench.methods.lagkv import LagKV
-from kvbench.methods.scorers import ColumnSums, KeyDiff, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
+from kvbench.methods.scorers import ColumnSums, KeyNorm, Random, Recency, Scorer, SnapKV, Tova
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.golden import kivi_cases, streaming_cases
+from tests.golden import kivi_cases, neighbour_cases, streaming_cases
+from tests.golden.choices import Case, Tensors, capture_of, check, compress
 from tests.golden.rotary import rope, rotated
-
-Tensors = dict[str, torch.Tensor]
-Case = dict[str, Any]
-
-
-def capture_of(tensors: Tensors, batch: int, window: int) -> Capture:
-    """A one-layer capture of a case's q [B, Hq, T, d], k and v [B, Hkv, T, d] (queries or values may be missing)."""
-    keys = tensors["k"][batch]
-    queries = tensors.get("q", tensors["k"])[batch]
-    layer = LayerCapture(
-        keys=keys,
-        values=tensors.get("v", tensors["k"])[batch],
-        window_queries=queries[:, max(0, queries.shape[1] - window) :],
-        options=AttentionOptions(scaling=keys.shape[-1] ** -0.5),
-        index=0,
-        seed=0,
-        column_sums=column_sums(queries, keys, AttentionOptions(scaling=keys.shape[-1] ** -0.5)),
-    )
-    return Capture((layer,), keys.shape[1], None)
-
-
-def compress(scorer: Scorer, protect: Protect, capture: Capture, budget: int) -> Compressed:
-    """The method made of ``scorer`` and ``protect``, plainly stored."""
-    method = Method("golden", scorer, Uniform(), protect, Plain())
-    return method.compress(capture, Region(capture.tokens, capture.tokens), min(budget, capture.tokens), room=0)
-
-
-def check(scorer: Scorer, protect: Protect, case: Case, tensors: Tensors, budget: int) -> str | None:
-    """The first thing that is wrong with a selection case, or None."""
-    exact = case["params"].get("dtype", "float32") == "float32"
-    for batch in range(tensors["k"].shape[0]):
-        capture = capture_of(tensors, batch, scorer.needs.query_window)
-        compressed = compress(scorer, protect, capture, budget)
-        kept, expected = torch.stack(list(compressed.positions[0])), tensors["kept"][batch]
-        if kept.shape != expected.shape:
-            return f"keeps {tuple(kept.shape)} entries instead of {tuple(expected.shape)}"
-        fault = wrong_scores(scorer(capture.layers[0]), tensors, batch) if exact else None
-        fault = fault or wrong_choice(kept, tensors, batch, exact)
-        if fault:
-            return fault
-        held = compressed.cache.layers[0].tensors()
-        for name, source in (("keys", capture.layers[0].keys), ("values", capture.layers[0].values)):
-            if not torch.equal(held[name], source.gather(1, kept[:, :, None].expand(-1, -1, source.shape[2]))):
-                return f"the stored {name} are not those of the kept positions"
-    return None
-
-
-def wrong_scores(scores: torch.Tensor, tensors: Tensors, batch: int) -> str | None:
-    """Scores are compared where the reference ranked them: on the prefix, up to one factor (a sum against a mean)."""
-    if "scores" not in tensors:
-        return None
-    expected = tensors["scores"][batch].float()
-    ranked = min(expected.shape[1], int((scores != 0).any(0).nonzero().max()) + 1) if scores.any() else 0
-    scores, expected = scores[:, :ranked].float(), expected[:, :ranked]
-    if ranked == 0:
-        return None
-    factor = float((scores * expected).sum() / (scores * scores).sum())
-    if not torch.allclose(scores * factor, expected, rtol=1e-4, atol=1e-7):
-        return f"scores differ by up to {(scores * factor - expected).abs().max():.2e}"
-    return None
-
-
-def wrong_choice(kept: torch.Tensor, tensors: Tensors, batch: int, exact: bool) -> str | None:
-    """must_keep <= kept <= may_keep where the case has them, else equality with the reference's set."""
-    if "must_keep" not in tensors:
-        same = torch.equal(kept.sort(-1).values, tensors["kept"][batch].sort(-1).values)
-        return None if same else "keeps other positions than the reference"
-    must, may = tensors["must_keep"][batch], tensors["may_keep"][batch]
-    mask = torch.zeros(kept.shape[0], int(kept.max()) + 1, dtype=torch.bool).scatter(1, kept, True)
-    width = must.shape[1]
-    mask = torch.nn.functional.pad(mask, (0, max(0, width - mask.shape[1])))[:, :width]
-    if exact and (must & ~mask).any():
-        return f"drops {int((must & ~mask).sum())} positions that every correct implementation keeps"
-    if exact and (mask & ~may).any():
-        return f"keeps {int((mask & ~may).sum())} positions that no correct implementation keeps"
-    overlap = (mask & may).sum() / mask.sum()
-    return None if overlap > 0.98 else f"only {overlap:.1%} of the kept positions may be kept"
 
 
 def snapkv(case: Case, tensors: Tensors) -> str | None:
@@ -137,93 +54,6 @@ def l2norm(case: Case, tensors: Tensors) -> str | None:
     if case["params"]["layer_idx"] in case["params"]["skip_layers"]:
         return NOT_COVERED  # kvbench leaves no layer uncompressed
     return check(KeyNorm(), Protect(), case, tensors, case["params"]["max_capacity_prompt"])
-
-
-def keydiff(case: Case, tensors: Tensors) -> str | None:
-    return check(KeyDiff(), Protect(), case, tensors, case["params"]["n_kept"])
-
-
-def lagkv(case: Case, tensors: Tensors) -> str | None:
-    """The reference gives all that cannot be scored 1; kvbench ranks that by recency, from 1 on."""
-    params = case["params"]
-    scorer = LagKV(params["n_sink"], params["lag_size"], "all" if params["cross_scoring"] else "windows")
-    for batch in range(tensors["k"].shape[0]):
-        scores = scorer(capture_of(tensors, batch, 0).layers[0])
-        fault = wrong_scores(scores.clamp_max(1), tensors, batch)
-        if fault:
-            return fault
-    flat = {name: tensor for name, tensor in tensors.items() if name != "scores"}
-    return check(scorer, Protect(params["n_sink"], 0), case, flat, params["n_kept"])
-
-
-def expected_attention(case: Case, tensors: Tensors) -> str | None:
-    """The case's queries are those before rotary embedding: they are rotated first, as the engine sees them."""
-    params = case["params"]
-    turn = rope(params)
-    scorer = ExpectedAttention(
-        params["n_future_positions"],
-        params["n_sink"],
-        params["use_covariance"],
-        params["use_vnorm"],
-        params["epsilon"],
-        Rotation((turn,)),
-    )
-    at = torch.arange(params["seq_len"])
-    for batch in range(tensors["k"].shape[0]):
-        one = {name: tensor[batch : batch + 1] for name, tensor in tensors.items()}
-        queries = turn.turn(one["q"][0], at.expand(one["q"].shape[1], -1))
-        skip = params["n_sink"]
-        layer = replace(capture_of(one, 0, 0).layers[0], moments={skip: moments(queries, 0, skip, turn)})
-        fault = wrong_scores(scorer(layer), one, 0)
-        if fault:
-            return fault
-        method = Method("golden", scorer, Uniform(), Protect(skip), Plain())
-        capture = Capture((layer,), layer.tokens, None)
-        kept = method.compress(capture, Region(layer.tokens, layer.tokens), params["n_kept"], room=0).positions[0]
-        fault = wrong_choice(torch.stack(list(kept)), one, 0, exact=True)
-        if fault:
-            return fault
-    return None
-
-
-def kvzip(case: Case, tensors: Tensors) -> str | None:
-    """Scores chunk by chunk; the reference leaves the prefix tokens behind its sinks at 0.
-
-    Its totals need not be a whole number of entries per head: then its choice must lie between those of the budgets
-    just below and just above.
-    """
-    params = case["params"]
-    sinks, fed = min(params["n_sink"], params["prefix_length"]), 0
-    layers, scores = [], []
-    for index, keys in enumerate(tensors["k_ctx"]):
-        layers.append(replace(capture_of({"k": keys[None]}, 0, 0).layers[0], index=index))
-        scores.append(torch.zeros(keys.shape[:2]))
-        scores[-1][:, :sinks], fed, start = 1.0, 0, params["prefix_length"]
-        for chunk in params["chunk_lengths"]:
-            queries, repeated = (
-                tensors[n][index][:, fed : fed + chunk + params["repeat_extra"]] for n in ("q_rep", "k_rep")
-            )
-            scores[-1][:, start : start + chunk] = chunk_scores(
-                layers[-1], queries, repeated, sinks, start, start + chunk
-            )
-            start, fed = start + chunk, fed + chunk + params["repeat_extra"]
-        if not torch.allclose(scores[-1], tensors["scores"][index], rtol=1e-4, atol=1e-7):
-            return f"layer {index}: scores differ"
-    expected, tokens = tensors["kept_mask"], layers[0].tokens
-    allocator = Adaptive(0, 0.0, False) if params["layerwise"] else Global()
-    method = Method("golden", KVzip(), allocator, Protect(sinks), Plain())
-    total, heads = int(expected.sum()), expected.shape[0] * expected.shape[1]
-    for budget in (total // heads, -(-total // heads)):
-        capture = Capture(tuple(layers), tokens, None)
-        found = method.compress(capture, Region(tokens, tokens), budget, 0, None, scores).positions
-        mask = torch.zeros_like(expected)
-        for index in range(len(layers)):
-            for head, kept in enumerate(found[index]):
-                mask[index, head, kept] = True
-        less, more = (mask, expected) if budget * heads <= total else (expected, mask)
-        if (less & ~more).any() or (budget * heads == total and (more & ~less).any()):
-            return f"keeps other positions than the reference at {budget} entries per head"
-    return None
 
 
 def tova(case: Case, tensors: Tensors) -> str | None:
@@ -397,10 +227,6 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "knorm": knorm,
     "l2norm": l2norm,
     "tova": tova,
-    "keydiff": keydiff,
-    "lagkv": lagkv,
-    "expected_attention": expected_attention,
-    "kvzip": kvzip,
     "streamingllm_prefill": streamingllm,
     "random": random,
     "key_rerotation": key_rotation,
@@ -411,6 +237,7 @@ CHECKS: dict[str, Callable[[Case, Tensors], str | None]] = {
     "adakv": adakv,
     "headkv": headkv,
     **kivi_cases.CHECKS,
+    **neighbour_cases.CHECKS,
     **streaming_cases.CHECKS,
 }
 
